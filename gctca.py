@@ -82,7 +82,7 @@ def group_divergence(prompt_ids, completions, advantages, policy_logps, order=2,
     if order < 0 or tau <= 0:
         raise ValueError(f"need order >= 0 and tau > 0, not order = {order}, tau = {tau}")
     A = torch.as_tensor(advantages).detach().cpu()                                        # (G,)
-    side = torch.stack([A > 0, A < 0]).double()                                           # (2,G)  right, wrong; NaN: 0, 0
+    side = torch.stack([A > 0, A < 0]).double()                                           # (2,G)  right, wrong; NaN 0
     if not side.any(dim=1).all():
         return [torch.zeros_like(lp) for lp in logps]
 
