@@ -1,0 +1,1057 @@
+"""What every method script shares, in the order in which data flows through a training step.
+
+    tasks and rewards -> models -> sampling -> log-probabilities -> advantages -> loss -> run plumbing
+
+Notation, the same in every script (N responses in the rollout batch, G of them per prompt, P prompt positions,
+T completion positions, V vocabulary, H hidden size):
+
+    completion_ids (N,T)   the sampled tokens y, padded on the right
+    mask           (N,T)   1 up to and including the first end-of-sequence token, 0 on padding
+    A              (N,)    group advantage of a response
+    logps          (N,T)   log pi(y_t | prefix) at the sampling temperature
+    w              (N,T)   credit weight of a token: the only thing the methods change
+
+The update of every script is the gradient of
+
+    L = aggregate over tokens of  [ -min(r A w, clip(r, 1-low, 1+high) A w) + beta KL ],   r = pi / pi_old
+"""
+import argparse
+import contextlib
+import csv
+import dataclasses
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+import zlib
+from collections import namedtuple
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+
+class InputError(ValueError):
+    """The user's input cannot be used. The message is one line that says how to fix it; scripts exit with code 2."""
+
+
+# ============================================================================================================
+# Tasks and rewards
+#
+# A problem is a dict with two texts, as in GSM8K's files: {"question": ..., "answer": worked steps, then the number}.
+# A reward is a plain function  reward(text, problem) -> float | None.  None means "cannot be scored": the response
+# is then left out of its group's statistics and gets no gradient.
+# ============================================================================================================
+
+_NUMBER = re.compile(
+    r"\\d?frac\{\s*(-?\d{1,50})\s*\}\{\s*(\d{1,50})\s*\}"                     # \frac{1}{2}
+    r"|((?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)"                 # 1,234   18   18.0   .5
+    r"(?:[eE]([+-]?\d+))?(?:/(\d+))?"                                         # 1e3     3/4
+)
+_LONGEST_NUMBER = 60  # characters; anything longer is noise, and int() of it would cost time
+
+
+def extract_number(text):
+    r"""The number that a response states as its answer: Fraction, or None if there is none.
+
+    The last \boxed{...} wins, else the first number after the last ####, else the last number of the text. A marker
+    without a number in it means None: the response did not commit to an answer. Text is parsed, never evaluated.
+    A minus is a sign only when no digit or ")" stands before it. Thousands commas, $ and a final full stop are read
+    over; "3/4" and \frac{3}{4} are fractions; "12%" is 12. Source: ours (the usual conventions of GSM8K and MATH).
+
+    >>> extract_number("5 - 3 = 2. #### 1,234."), extract_number(r"so \boxed{\frac{1}{2}}, not 7")
+    (Fraction(1234, 1), Fraction(1, 2))
+    >>> extract_number("7-3"), extract_number("it is -7"), extract_number("no number")
+    (Fraction(3, 1), Fraction(-7, 1), None)
+    """
+    boxed = text.rfind("\\boxed{")
+    if boxed >= 0:
+        start, depth, end = boxed + len("\\boxed{"), 1, None
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                break
+        text, pick = text[start:end], -1
+    elif "####" in text:
+        text, pick = text[text.rfind("####") + 4:], 0
+    else:
+        pick = -1
+    text = text.replace("{,}", "").replace("\u2212", "-").replace("\\$", "$")
+    matches = list(_NUMBER.finditer(text))
+    if not matches:
+        return None
+    match = matches[pick]
+    if len(match.group()) > _LONGEST_NUMBER:
+        return None
+    top, bottom, digits, exponent, divisor = match.groups()
+    if digits is None:
+        value = Fraction(int(top), int(bottom)) if int(bottom) else None
+    elif (exponent and abs(int(exponent)) > 400) or (divisor and int(divisor) == 0):
+        value = None
+    else:
+        value = Fraction(digits.replace(",", "")) * Fraction(10) ** int(exponent or 0) / int(divisor or 1)
+    before = text[:match.start()].rstrip("$ ") if text[:match.start()].endswith("$") else text[:match.start()]
+    if value is not None and before.endswith("-") and not re.search(r"[\d)]\s*-$", before):
+        value = -value
+    return value
+
+
+def reward_correct(text, problem):
+    """1.0 if the response states the problem's number, else 0.0; None if the problem itself has no number.
+
+    >>> reward_correct("so 5 + 3 = 8", {"answer": "#### 8"}), reward_correct("", {"answer": "8"})
+    (1.0, 0.0)
+    """
+    truth = extract_number(problem["answer"])
+    if truth is None:
+        return None
+    return float(extract_number(text) == truth)
+
+
+def load_jsonl(path):
+    """Problems of a JSONL file in GSM8K's format. Raises InputError with file and line number on the first bad line."""
+    problems = []
+    with open(path, encoding="utf-8") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    problem = json.loads(line)
+                except (json.JSONDecodeError, RecursionError) as error:
+                    raise InputError(f"{path}, line {number}: not valid JSON ({error})") from None
+                if not isinstance(problem, dict) or not all(isinstance(problem.get(k), str) for k in ("question", "answer")):
+                    raise InputError(f'{path}, line {number}: needs the text fields "question" and "answer"')
+                problems.append(problem)
+        except UnicodeDecodeError:
+            raise InputError(f"{path}: not a UTF-8 text file") from None
+    if not problems:
+        raise InputError(f"{path}: holds no problem")
+    return problems
+
+
+def load_hub_data(name, split):
+    """Problems of a hub data set in GSM8K's format, "owner/name" or "owner/name:configuration" (openai/gsm8k:main)."""
+    try:
+        import datasets
+    except ImportError:
+        raise InputError("--data with a hub data set needs: pip install datasets (or give a JSONL file)") from None
+    repo, _, configuration = name.partition(":")
+    try:
+        rows = datasets.load_dataset(repo, configuration or None, split=split)
+    except Exception as error:  # the library raises many kinds; each means that the data set cannot be had
+        raise InputError(f"--data {name}: no such file, and the hub gave none ({str(error).splitlines()[0]})") from None
+    if not {"question", "answer"} <= set(rows.column_names):
+        raise InputError(f'--data {name}: needs the columns "question" and "answer", has {rows.column_names}')
+    return [{"question": str(row["question"]), "answer": str(row["answer"])} for row in rows]
+
+
+def load_problems(args):
+    """(training problems, held-out problems) as args ask for, read before any model is loaded."""
+    if args.data is None:
+        return (story_problems(4096, args.seed, "train", args.story_steps),
+                story_problems(args.eval_problems, 0, "test", args.story_steps))
+    read = lambda name, split: load_jsonl(name) if os.path.isfile(name) else load_hub_data(name, split)
+    if args.data.endswith((".jsonl", ".json")) and not os.path.isfile(args.data):
+        raise InputError(f"--data {args.data}: no such file")
+    problems = read(args.data, "train")
+    if args.eval_data:
+        return problems, read(args.eval_data, "test")[:args.eval_problems]
+    if len(problems) <= args.eval_problems:
+        raise InputError(f"--data {args.data}: {len(problems)} problems leave none to train on after --eval-problems "
+                         f"{args.eval_problems} are held out; lower it or give --eval-data")
+    return problems[args.eval_problems:], problems[:args.eval_problems]
+
+
+# ---- the toy's task: a small story, solved step by step ---------------------------------------------------
+
+NAMES, THINGS = ("Tom", "Anna", "Ben", "Mia"), ("apples", "books", "coins", "pens")
+VERBS = {"buys": 1, "finds": 1, "gives": -1, "loses": -1}
+WRONG_ANSWER = "Give a wrong answer."  # the toy is taught this instruction: gctca.py's negative prompt
+_LARGEST = 39                          # the tokenizer knows the numbers 0 to 39
+
+
+def story_problems(count, seed, split="train", steps=2):
+    """`count` problems. Numbers decide the split (1 in 8 is held out), so no held-out sum is ever trained on.
+
+    >>> problem = story_problems(1, seed=0)[0]
+    >>> problem["question"]
+    'Ben has 6 books, then loses 1, then buys 5. How many books now?'
+    >>> problem["answer"]
+    'Ben starts with 6 books. then 6 - 1 = 5. then 5 + 5 = 10. Answer: 10'
+    """
+    rng, problems = random.Random(f"{seed}-{split}-{steps}"), []
+    while len(problems) < count:
+        start, moves = rng.randint(1, 14), [(rng.choice(list(VERBS)), rng.randint(1, 5)) for _ in range(steps)]
+        values = np.cumsum([start] + [VERBS[verb] * number for verb, number in moves])
+        held_out = zlib.crc32(str((start, [VERBS[v] * n for v, n in moves])).encode()) % 8 == 0
+        if values.min() < 0 or values.max() > 19 or held_out != (split == "test"):
+            continue
+        problem = dict(name=rng.choice(NAMES), thing=rng.choice(THINGS), start=start, moves=moves)
+        told = "".join(f", then {verb} {number}" for verb, number in moves)
+        problem["question"] = f"{problem['name']} has {start} {problem['thing']}{told}. How many {problem['thing']} now?"
+        problem["answer"] = story_solution(problem, rng, error=0.0)
+        problems.append(problem)
+    return problems
+
+
+def story_solution(problem, rng, error=0.3):
+    """A worked solution in which each step of arithmetic is off by 1 or 2 with probability `error`.
+
+    Later steps go on from the wrong value, so the first wrong number is where the fault lies: known ground truth for
+    credit. Why unreliable demonstrations: the policy learns the right answer as its favourite and still errs in half of its
+    samples, which is the situation that RL with verifiable rewards repairs.
+    """
+    value, left = problem["start"], [VERBS[verb] * number for verb, number in problem["moves"]]
+    text = f"{problem['name']} starts with {value} {problem['thing']}."
+    while left:
+        move, left = left[0], left[1:]
+        result = value + move
+        if rng.random() < error:  # only slips after which no later value falls below zero
+            lowest = min(np.cumsum([result] + left))
+            result += rng.choice([slip for slip in (-2, -1, 1, 2) if lowest + slip >= 0])
+        text += f" then {value} {'+' if move > 0 else '-'} {abs(move)} = {result}."
+        value = result
+    return f"{text} Answer: {value}"
+
+
+# ============================================================================================================
+# Models: the toy and real checkpoints, which pass through the same code once they are loaded
+# ============================================================================================================
+
+def toy_tokenizer():
+    """A word-level Hugging Face tokenizer for the story task: numbers are single tokens, decode(encode(x)) == x.
+
+    Words keep the space in front of them (" apples"), so that decoding is plain concatenation.
+
+    >>> toy_tokenizer().tokenize("then 12 + 3 = 15.")
+    ['then', ' 12', ' +', ' 3', ' =', ' 15', '.']
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    words = [*NAMES, *THINGS, *VERBS, *map(str, range(_LARGEST + 1)), *"has then How many now starts with Answer".split(),
+             *WRONG_ANSWER.rstrip(".").split(), *".,?:+-="]
+    special = ["<pad>", "<eos>", "<mask>", "<unk>", "<user>", "<assistant>"]
+    vocabulary = {piece: i for i, piece in enumerate(special + [space + w for w in words for space in ("", " ")])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", mask_token="<mask>", unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"], clean_up_tokenization_spaces=False, model_max_length=512,
+        chat_template="{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
+                      "{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+                      "{% if add_generation_prompt %}<assistant>{% endif %}")
+
+
+def toy_config(tokenizer, hidden=64, layers=2):
+    """The toy's architecture: Qwen3, very small."""
+    from transformers import Qwen3Config
+    return Qwen3Config(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+                       num_attention_heads=4, num_key_value_heads=4, head_dim=hidden // 4, max_position_embeddings=512,
+                       tie_word_embeddings=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+                       bos_token_id=None)
+
+
+def toy_demonstrations(tokenizer, count, seed, steps=2, error=0.3):
+    """(prompts, answers): `count` lists of ids each. In every fourth the prompt asks for a wrong answer and gets one."""
+    rng, prompts, answers = random.Random(f"demonstrations-{seed}"), [], []
+    for i, problem in enumerate(story_problems(count, seed, "train", steps)):
+        wrong = i % 4 == 3
+        prompts.append(chat_ids(tokenizer, problem["question"], WRONG_ANSWER if wrong else ""))
+        text = story_solution(problem, rng, 0.9 if wrong else error)
+        answers.append(tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id])
+    return prompts, answers
+
+
+def toy_policy(folder, warmup_steps, story_steps, seed=0):
+    """Train the autoregressive toy on unreliable demonstrations and save it as an ordinary checkpoint folder."""
+    from transformers import Qwen3ForCausalLM
+    tokenizer = toy_tokenizer()
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(toy_config(tokenizer))
+    prompts, answers = toy_demonstrations(tokenizer, 8192, seed, story_steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=warmup_steps)
+    bar = tqdm(range(warmup_steps), desc="warm start of the toy", leave=False)
+    for _ in bar:
+        rows = torch.randint(len(prompts), (64,)).tolist()
+        prompt_ids, prompt_mask = pad_left([prompts[i] for i in rows], tokenizer.pad_token_id)  # (64,P) each
+        completion_ids, mask = pad_right([answers[i] for i in rows], tokenizer.pad_token_id)    # (64,T) each
+        logps = token_logps(model, prompt_ids, prompt_mask, completion_ids, mask, chunk_size=4096).logps  # (64,T)
+        loss = -(logps * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+    save_folder(folder, lambda path: (model.save_pretrained(path), tokenizer.save_pretrained(path)))
+
+
+def toy_folder(args):
+    """Where the toy's warm-started checkpoint lives; the name holds everything that its weights depend on."""
+    return Path(args.checkpoints) / f"toy-policy-{args.story_steps}steps-{args.warmup_steps}"
+
+
+def load_policy(args, name=None):
+    """(model, tokenizer) of `name` (default: args.model): 'toy', a hub id, a local folder or a folder with a GGUF file.
+
+    Weights are loaded in args.dtype (transformers would otherwise take the checkpoint's). The checkpoint's own
+    sampling defaults (Qwen: top_k 20, top_p 0.95) are dropped: with them tokens would be drawn from another
+    distribution than the one that is scored. Raises InputError when the checkpoint cannot be had.
+    """
+    import transformers
+    name = str(name or args.model)
+    if name == "toy":
+        name = str(toy_folder(args))
+        if not os.path.isdir(name):
+            toy_policy(name, args.warmup_steps, args.story_steps)
+    gguf = sorted(f for f in os.listdir(name) if f.endswith(".gguf")) if os.path.isdir(name) else []
+    options = {"gguf_file": gguf[0]} if gguf and not os.path.exists(os.path.join(name, "config.json")) else {}
+    options["trust_remote_code"] = args.trust_remote_code
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, args.dtype), **options)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise InputError(f"--model {name}: {' '.join(str(error).split())[:300]}") from None
+    if "gguf_file" in options:  # the weights are plain floats now; without this save_pretrained would refuse
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+    if tokenizer.chat_template is None:
+        raise InputError(f"--model {name}: its tokenizer has no chat template; take an instruct or chat checkpoint")
+    eos_ids = end_ids(model, tokenizer)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(eos_ids[0])
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise InputError(f"--model {name}: the tokenizer has {len(tokenizer)} tokens, the model only "
+                         f"{model.get_input_embeddings().num_embeddings} embeddings; they do not belong together")
+    model.generation_config = transformers.GenerationConfig(eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id)
+    check_head(model)
+    return model.eval().to(args.device), tokenizer  # eval: dropout would make the ratio differ from 1 for no reason
+
+
+def freeze(model):
+    """The same model without gradients: a reference that stays bit-equal."""
+    return model.requires_grad_(False)
+
+
+def end_ids(model, tokenizer):
+    """All end-of-sequence ids: the generation config's (chat models list several there) and the tokenizer's."""
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    listed = listed if isinstance(listed, (list, tuple)) else [listed]
+    ids = sorted({int(i) for i in [*listed, tokenizer.eos_token_id] if i is not None})
+    if not ids:
+        raise InputError("the checkpoint names no end-of-sequence token, neither in its generation config nor its tokenizer")
+    return ids
+
+
+def check_head(model):
+    """Make sure that logits = lm_head(last hidden state), which token_logps relies on; some models add a soft cap or scale."""
+    ids = torch.arange(4, device=model.device)[None] % model.config.vocab_size  # (1,4)
+    with torch.no_grad():
+        hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+        if not torch.allclose(model.get_output_embeddings()(hidden), model(input_ids=ids, use_cache=False).logits, atol=1e-3):
+            raise InputError(f"{type(model).__name__} changes its logits after lm_head, which this project does not support")
+
+
+def backbone(model):
+    """The transformer without its lm_head, through a LoRA wrapper if there is one."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.base_model
+
+
+def chat_ids(tokenizer, question, instruction="", thinking=False):
+    """Prompt ids (list) of one question through the checkpoint's chat template.
+
+    The template writes the special tokens, so the tokenizer must not add its own: a second BOS would shift everything.
+    """
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"{question} {instruction}".strip()}],
+        tokenize=False, add_generation_prompt=True, enable_thinking=thinking)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def encode_prompts(tokenizer, problems, args, instruction=None):
+    """Copies of `problems` with their "prompt_ids". Prompts longer than args.max_prompt_length are dropped and counted."""
+    instruction = args.instruction if instruction is None else instruction
+    encoded = [{**p, "prompt_ids": chat_ids(tokenizer, p["question"], instruction, args.thinking)} for p in problems]
+    kept = [p for p in encoded if len(p["prompt_ids"]) <= args.max_prompt_length]
+    if len(kept) < len(encoded):
+        print(f"{len(encoded) - len(kept)} of {len(encoded)} prompts are longer than --max-prompt-length "
+              f"{args.max_prompt_length} and were dropped")
+    if not kept:
+        raise InputError(f"every prompt is longer than --max-prompt-length {args.max_prompt_length}; raise it")
+    return kept
+
+
+# ============================================================================================================
+# Sampling
+# ============================================================================================================
+
+@dataclass
+class Rollout:
+    """N sampled responses. Prompts are padded on the left, completions on the right, so that they meet at one column."""
+    prompt_ids: torch.Tensor        # (N,P) int
+    prompt_mask: torch.Tensor       # (N,P) 1 on real tokens
+    completion_ids: torch.Tensor    # (N,T) int
+    completion_mask: torch.Tensor   # (N,T) float, 1 up to and including the first end-of-sequence token
+    group_ids: torch.Tensor         # (N,) int: which prompt of the batch a response belongs to
+    truncated: torch.Tensor         # (N,) bool: no end token within the limit
+    texts: list                     # N strings: the response up to its end token
+
+    def rows(self, index):
+        """The scorer's four inputs for some rows: (prompt_ids, prompt_mask, completion_ids, completion_mask)."""
+        return self.prompt_ids[index], self.prompt_mask[index], self.completion_ids[index], self.completion_mask[index]
+
+
+def pad_left(sequences, pad_id):
+    """Lists of ids -> (ids (N,P), mask (N,P)), padded on the left.
+
+    >>> pad_left([[5], [6, 7]], 0)[0].tolist()
+    [[0, 5], [6, 7]]
+    """
+    longest = max(map(len, sequences))
+    ids = torch.tensor([[pad_id] * (longest - len(s)) + list(s) for s in sequences])
+    mask = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences])
+    return ids, mask
+
+
+def pad_right(sequences, pad_id):
+    """Lists of ids -> (ids (N,T), mask (N,T) float), padded on the right."""
+    longest = max(map(len, sequences))
+    ids = torch.tensor([list(s) + [pad_id] * (longest - len(s)) for s in sequences])
+    mask = torch.tensor([[1.0] * len(s) + [0.0] * (longest - len(s)) for s in sequences])
+    return ids, mask
+
+
+def completion_mask(completion_ids, eos_ids):
+    """(N,T) float: 1 up to and including the first end-of-sequence token, 0 after it.
+
+    The end token is trained (the policy must learn to stop), padding is not, even where both have the same id.
+
+    >>> completion_mask(torch.tensor([[5, 9, 9, 9], [5, 6, 7, 8]]), [9]).tolist()
+    [[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+    """
+    is_end = torch.isin(completion_ids, torch.tensor(list(eos_ids), device=completion_ids.device))  # (N,T) bool
+    ends_before = is_end.long().cumsum(dim=1) - is_end.long()                                       # (N,T) exclusive count
+    return (ends_before == 0).float()
+
+
+@torch.no_grad()
+def generate(model, tokenizer, prompts, group_size, args, greedy=False):
+    """Sample `group_size` responses for each of `prompts` (lists of ids) with the library's own generate -> Rollout.
+
+    Every sampling argument is passed: responses must come from softmax(logits / temperature) over the whole
+    vocabulary, because that is the distribution which token_logps scores. top_k, top_p or a repetition penalty here would make
+    the importance ratio wrong without any error.
+    """
+    eos_ids = end_ids(model, tokenizer)
+    prompts = [p for p in prompts for _ in range(group_size)]  # N = prompts * group_size rows
+    prompt_ids, prompt_mask = (x.to(model.device) for x in pad_left(prompts, tokenizer.pad_token_id))  # (N,P)
+    pieces = []
+    for rows in torch.arange(len(prompts)).split(args.sample_batch):
+        with autocast(model.device):
+            output = model.generate(
+                input_ids=prompt_ids[rows], attention_mask=prompt_mask[rows], max_new_tokens=args.max_new_tokens,
+                do_sample=not greedy, temperature=1.0 if greedy else args.temperature, top_k=0, top_p=1.0, typical_p=1.0,
+                repetition_penalty=1.0, num_beams=1, use_cache=True, eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id)
+        pieces.append(output[:, prompt_ids.shape[1]:])  # (rows,T)
+    longest = max(piece.shape[1] for piece in pieces)
+    completion_ids = torch.cat([F.pad(p, (0, longest - p.shape[1]), value=tokenizer.pad_token_id) for p in pieces])  # (N,T)
+    mask = completion_mask(completion_ids, eos_ids)  # (N,T); a pad id behind the end token is masked whatever it is
+    group_ids = torch.arange(len(prompts), device=mask.device) // group_size  # (N,)
+    truncated = ~torch.isin(completion_ids, torch.tensor(eos_ids, device=mask.device)).any(dim=1)  # (N,)
+    return Rollout(prompt_ids, prompt_mask, completion_ids, mask, group_ids, truncated, decode(tokenizer, completion_ids, mask))
+
+
+def decode(tokenizer, completion_ids, mask):
+    """N strings. What stands behind the first end token never reaches the reward."""
+    return [tokenizer.decode(ids[:int(n)], skip_special_tokens=True) for ids, n in zip(completion_ids.tolist(), mask.sum(1))]
+
+
+# ============================================================================================================
+# Log-probabilities
+# ============================================================================================================
+
+Scores = namedtuple("Scores", "logps entropy hidden")  # each (N,T[,H]), 0 on padding; entropy and hidden only if wanted
+
+
+def autocast(device):
+    """bfloat16 arithmetic over float32 master weights on a GPU; nothing on a CPU.
+
+    Why not pure bfloat16 weights: at a learning rate of 1e-6 most updates are smaller than their rounding step.
+    """
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def position_ids(attention_mask):
+    """Positions that do not count left padding.
+
+    >>> position_ids(torch.tensor([[0, 0, 1, 1, 1]])).tolist()
+    [[0, 0, 0, 1, 2]]
+    """
+    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask, *, temperature=1.0, chunk_size=256, want=()):
+    """log pi(y_t | prompt, y_<t) of every completion token -> Scores(logps (N,T), entropy (N,T), hidden (N,T,H)).
+
+    Args: prompt_ids, prompt_mask (N,P) padded on the left; completion_ids, completion_mask (N,T) padded on the right;
+    temperature: the sampling temperature, since the policy that acts is softmax(logits / temperature);
+    chunk_size: positions whose logits exist at the same time; want: any of "entropy" (nats) and "hidden" (the input of lm_head
+    at the position that predicts y_t, float32, detached). Unwanted ones are None; padding holds 0. Gradients flow
+    through logps. Memory: chunk_size * V floats instead of N * T * V: lm_head and softmax run over chunks of positions
+    and are recomputed in the backward pass. Source: ours (a common technique).
+    """
+    ids = torch.cat([prompt_ids, completion_ids], dim=1)                          # (N,P+T)
+    attention = torch.cat([prompt_mask, completion_mask.to(prompt_mask.dtype)], 1)  # (N,P+T)
+    with autocast(model.device):
+        hidden = backbone(model)(input_ids=ids, attention_mask=attention, position_ids=position_ids(attention),
+                                 use_cache=False).last_hidden_state               # (N,P+T,H)
+    # Position i predicts token i+1, so the predictors of the T completion tokens start one before the first of them.
+    first = prompt_ids.shape[1] - 1
+    hidden = hidden[:, first:first + completion_ids.shape[1]]                     # (N,T,H)
+    logps, entropy = chunked_logps(hidden.flatten(0, 1), model.get_output_embeddings(), completion_ids.flatten(),
+                                   temperature, chunk_size, "entropy" in want)    # (N*T,) each
+    valid = completion_mask.bool()                                                # (N,T)
+    fill = lambda x: x.view(valid.shape).masked_fill(~valid, 0.0)
+    return Scores(fill(logps), fill(entropy) if "entropy" in want else None,
+                  hidden.detach().float() * valid[..., None] if "hidden" in want else None)
+
+
+def chunked_logps(hidden, lm_head, targets, temperature, chunk_size, want_entropy=False):
+    """log softmax(lm_head(hidden) / temperature) at `targets`, a chunk of positions at a time.
+
+    hidden (M,H), targets (M,) -> logps (M,), entropy (M,) in nats or None. The softmax is float32 whatever the weights are.
+    """
+    def chunk(h, y):  # (c,H), (c,) -> (c,), (c,)
+        with autocast(h.device):
+            logits = lm_head(h)                                            # (c,V)
+        logits = logits.float() / temperature
+        if not want_entropy:  # cross_entropy is exactly -log softmax at the target, in one fused kernel
+            return -F.cross_entropy(logits, y, reduction="none"), None
+        log_p = F.log_softmax(logits, dim=-1)                              # (c,V)
+        return log_p.gather(1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)  # H = -sum p log p
+
+    if torch.is_grad_enabled():  # drop each chunk's logits now and compute them again in the backward pass
+        run = lambda h, y: checkpoint(chunk, h, y, use_reentrant=False, preserve_rng_state=False)
+    else:
+        run = chunk
+    logps, entropies = zip(*[run(h, y) for h, y in zip(hidden.split(chunk_size), targets.split(chunk_size))])
+    return torch.cat(logps), torch.cat(entropies) if want_entropy else None
+
+
+def score(model, rollout, args, want=()):
+    """token_logps of a whole rollout without gradients, args.micro_batch rows at a time -> Scores."""
+    with torch.no_grad():
+        parts = [token_logps(model, *rollout.rows(rows), temperature=args.temperature, chunk_size=args.chunk_size, want=want)
+                 for rows in torch.arange(len(rollout.group_ids)).split(args.micro_batch)]
+    return Scores(*(torch.cat(part) if part[0] is not None else None for part in zip(*parts)))
+
+
+# ============================================================================================================
+# Advantages
+# ============================================================================================================
+
+def group_advantages(rewards, group_ids, scale="std", eps=1e-4):
+    """A_i = (r_i - mean of its group) / (std of its group + eps); scale="none" leaves the division out.  [GRPO; Dr. GRPO]
+
+    rewards (N,), group_ids (N,) any integers -> (N,) float. std is the sample one (n - 1). A NaN reward ("cannot be
+    scored") counts as absent and gets 0. A group whose rewards are all equal (spread < 1e-6) or that has a single
+    scored response gets exactly 0: rounding in the mean must not be blown up into a signal.
+
+    >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 0])).round(decimals=4).tolist()
+    [0.8659, -0.8659, -0.8659, 0.8659]
+    """
+    if scale not in ("std", "none"):
+        raise ValueError(f'scale must be "std" or "none", not {scale!r}')
+    advantages = torch.zeros_like(rewards, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
+    for group in group_ids.unique():
+        rows = (group_ids == group) & ~torch.isnan(rewards)      # (N,) bool
+        r = rewards[rows].to(advantages.dtype)                   # (n,)
+        if len(r) < 2 or r.max() - r.min() < 1e-6:
+            continue
+        a = r - r.mean()
+        advantages[rows] = a / (r.std() + eps) if scale == "std" else a
+    return advantages
+
+
+# ============================================================================================================
+# Loss
+# ============================================================================================================
+
+def loss_denominator(mask, aggregate="token", max_len=None):
+    """What a mini-batch's summed loss is divided by; micro-batches share it, so that splitting changes nothing."""
+    if aggregate == "constant":
+        if not max_len:
+            raise ValueError('aggregate="constant" needs max_len, the largest completion length')
+        return torch.tensor(float(mask.shape[0] * max_len))           # Dr. GRPO: N * max_len
+    if aggregate == "token":
+        return mask.sum().clamp(min=1.0)                              # DAPO: all valid tokens
+    if aggregate == "sequence":
+        return (mask.sum(1) > 0).float().sum().clamp(min=1.0)         # GRPO: responses that have tokens
+    raise ValueError(f'aggregate must be "token", "sequence" or "constant", not {aggregate!r}')
+
+
+def clipped_kl_loss(logps, old_logps, ref_logps, advantages, mask, *, clip_low=0.2, clip_high=0.2, dual_clip=None, beta=0.0,
+                    kl="k3", aggregate="token", max_len=None, denominator=None):
+    """The clipped, KL-regularised policy loss of PPO / GRPO / DAPO / Dr. GRPO on token advantages -> (loss, stats).
+
+        r = exp(logp - logp_old)      obj = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+        where A < 0 and dual clip c is set:  obj = max(obj, c A)          (bounds the loss of a huge ratio)
+        loss = aggregate( -obj + beta * KL(pi, ref) )
+
+    Args: logps (with gradient), old_logps, ref_logps (or None), advantages, mask: all (N,T). advantages = A * w.
+    kl, with x = ref - logp: k1 = -x (as a loss its expected gradient is 0: only a monitor), k2 = x^2 / 2 (has the
+    gradient of KL(pi||ref)), k3 = e^x - x - 1 (has that of KL(ref||pi), on-policy; GRPO's choice).
+    aggregate: "sequence" = mean over a response's tokens, then over responses (GRPO); "token" = over all tokens (DAPO);
+    "constant" = sum / (N * max_len) (Dr. GRPO). denominator: loss_denominator of the whole mini-batch, if this is only
+    a micro-batch of it. stats: detached sums over valid tokens (divide by stats["tokens"] after adding micro-batches up).
+    An empty mask gives 0.0 with a live graph. Source: the papers named above.
+
+    >>> one, A, half = torch.ones(1, 1), torch.tensor([[-1.0]]), torch.tensor([[0.5]])
+    >>> round(clipped_kl_loss(half.log(), one * 0, None, A, one)[0].item(), 4)   # obj = max-ed at 1 - 0.2: -0.8
+    0.8
+    """
+    valid = mask.bool()                                                     # (N,T)
+    # Fill before any arithmetic: a NaN or inf on padding would survive a multiplication by 0, and reach the gradient.
+    fill = lambda x: x.masked_fill(~valid, 0.0)
+    logps, old_logps, advantages = fill(logps), fill(old_logps.detach()), fill(advantages.detach())
+    ratio = torch.exp((logps - old_logps).clamp(-20, 20))                   # (N,T) r
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)                      # (N,T)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)     # (N,T)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    per_token = -objective                                                  # (N,T)
+    divergence = torch.zeros_like(per_token)                                # (N,T)
+    if ref_logps is not None:
+        x = (fill(ref_logps.detach()) - logps).clamp(-20, 20)               # (N,T)
+        divergence = {"k1": -x, "k2": x * x / 2, "k3": x.exp() - x - 1}[kl]
+        if beta:
+            per_token = per_token + beta * divergence
+    per_token = torch.where(valid, per_token, 0.0)
+    if denominator is None:
+        denominator = loss_denominator(mask, aggregate, max_len)
+    if aggregate == "sequence":
+        per_token = per_token / mask.sum(dim=1, keepdim=True).clamp(min=1.0)  # each response counts once
+    loss = per_token.sum() / denominator
+    with torch.no_grad():
+        total = lambda x: torch.where(valid, x, 0.0).sum().double()
+        stats = {"tokens": valid.sum().double(), "kl": total(divergence), "ratio": total(ratio), "ratio_error": total((ratio - 1).abs()),
+                 "clip_low": total((ratio < 1 - clip_low) & (advantages < 0)),
+                 "clip_high": total((ratio > 1 + clip_high) & (advantages > 0))}
+    return loss, stats
+
+
+# ============================================================================================================
+# Run plumbing: arguments, folder, progress bar, evaluation, checkpoints, pictures
+# ============================================================================================================
+
+@dataclass
+class RunArgs:
+    """Arguments that have nothing to do with the method; each script's Args adds the algorithm's own."""
+    model: str = field(default="toy", metadata={"help": "'toy' (built in, no download), a hub id, a folder, or a folder with a GGUF file"})
+    task: str = field(default="story", metadata={"help": "'story' (built in, also for real models); --data replaces it"})
+    data: str | None = field(default=None, metadata={"help": "JSONL file in GSM8K's format, or hub data set 'owner/name:configuration'"})
+    eval_data: str | None = field(default=None, metadata={"help": "held-out problems; default: the first --eval-problems of --data"})
+    instruction: str | None = field(default=None, metadata={"help": "added to each question; default: tells real models how to end an answer"})
+    thinking: bool = field(default=False, metadata={"help": "enable_thinking for chat templates that know it"})
+    steps: int = field(default=200, metadata={"help": "optimisation steps (rollout batches)"})
+    prompts_per_step: int = field(default=8, metadata={"help": "prompts in a rollout batch"})
+    group_size: int = field(default=8, metadata={"help": "G, responses per prompt; at least 2"})
+    temperature: float = field(default=1.0, metadata={"help": "sampling temperature, also used in scoring"})
+    max_prompt_length: int = field(default=512, metadata={"help": "longer prompts are dropped and counted"})
+    max_new_tokens: int = field(default=256, metadata={"help": "longest response"})
+    seed: int = field(default=0, metadata={"help": "seed of data order, sampling and updates"})
+    name: str | None = field(default=None, metadata={"help": "folder under runs/; default: script-model-seed, numbered when taken"})
+    resume: bool = field(default=False, metadata={"help": "go on from the checkpoint of runs/NAME"})
+    eval_only: bool = field(default=False, metadata={"help": "evaluate --model and stop"})
+    eval_every: int = field(default=20, metadata={"help": "steps between evaluations on held-out problems; 0: only first and last"})
+    eval_problems: int = field(default=64, metadata={"help": "held-out problems"})
+    eval_samples: int = field(default=4, metadata={"help": "k, samples per held-out problem for mean accuracy and pass@k"})
+    save_every: int = field(default=50, metadata={"help": "steps between checkpoints; 0: only at the end"})
+    sample_batch: int = field(default=64, metadata={"help": "rows generated at once (memory)"})
+    micro_batch: int = field(default=8, metadata={"help": "rows in one forward and backward pass (memory; changes no result)"})
+    chunk_size: int = field(default=256, metadata={"help": "positions whose logits exist at once (memory; changes no result)"})
+    dtype: str = field(default="float32", metadata={"help": "dtype of the trained weights; on a GPU arithmetic is bfloat16 anyway"})
+    device: str = field(default="auto", metadata={"help": "auto, cpu, cuda"})
+    trust_remote_code: bool = field(default=False, metadata={"help": "run code that comes with a checkpoint"})
+    story_steps: int = field(default=2, metadata={"help": "arithmetic steps in a story (1 to 6)"})
+    warmup_steps: int = field(default=600, metadata={"help": "supervised steps of the toy's warm start"})
+    checkpoints: str = field(default="checkpoints", metadata={"help": "folder of the toy's warm-started models"})
+
+
+INSTRUCTION = "Work step by step and end with #### followed by the final number."
+
+
+def parse_args(Args, toy, argv=None, doc=""):
+    """Parse the command line into Args. For --model toy (or a checkpoint grown from it) the preset `toy` replaces
+    the defaults of real models; flags on the command line win over both."""
+    from transformers import HfArgumentParser
+    preset = "the toy's preset: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in toy.items())
+    parser = HfArgumentParser(Args, description=doc.split("\n\n")[0], epilog=preset,
+                              formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--model", default="toy")
+    model = first.parse_known_args(argv)[0].model
+    if is_toy(model):
+        parser.set_defaults(**toy)
+    args, = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    if args.instruction is None:
+        args.instruction = "" if is_toy(model) else INSTRUCTION
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_args(args)
+    return args
+
+
+def is_toy(model):
+    """Whether `model` is the toy or a checkpoint folder grown from it (recognised by the tokenizer's special tokens)."""
+    path = Path(model) / "tokenizer.json"
+    return model == "toy" or (path.is_file() and '"<assistant>"' in path.read_text(encoding="utf-8"))
+
+
+def check_args(args):
+    """Reject what cannot work, before anything is loaded. Each message says what to change."""
+    positive = ("steps prompts_per_step max_new_tokens max_prompt_length eval_problems eval_samples sample_batch micro_batch "
+                "chunk_size warmup_steps inner_iterations mini_batches")
+    for name in positive.split():
+        if getattr(args, name, 1) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.group_size < 2:
+        raise InputError(f"--group-size must be at least 2, not {args.group_size}: one response alone has nothing to be compared with")
+    if not (args.temperature > 0 and math.isfinite(args.temperature)):
+        raise InputError(f"--temperature must be above 0, not {args.temperature}: at 0 all responses of a group are the same")
+    if args.task != "story":
+        raise InputError(f"--task {args.task}: unknown; there is 'story', and --data for your own problems")
+    if not 1 <= args.story_steps <= 6:
+        raise InputError(f"--story-steps must be 1 to 6, not {args.story_steps}")
+    if args.dtype not in ("float32", "bfloat16"):
+        raise InputError(f"--dtype must be float32 or bfloat16, not {args.dtype}")
+    if args.device not in ("cpu", "cuda") and not args.device.startswith("cuda:"):
+        raise InputError(f"--device {args.device}: must be auto, cpu or cuda")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"--device {args.device}: no CUDA device is available; use --device cpu")
+    if getattr(args, "learning_rate", 1.0) <= 0:
+        raise InputError(f"--learning-rate must be above 0, not {args.learning_rate}")
+    if args.prompts_per_step * args.group_size < getattr(args, "mini_batches", 1):
+        raise InputError(f"--mini-batches {args.mini_batches}: more than the {args.prompts_per_step * args.group_size} responses of a step")
+    if args.model != "toy" and args.model.startswith((".", "/", "~")) and not os.path.isdir(args.model):
+        raise InputError(f"--model {args.model}: no such folder")
+
+
+def main(train, Args, toy, doc):
+    """The command line of a script: bad input ends with one line and exit code 2, Ctrl-C with 130 after a save."""
+    try:
+        train(parse_args(Args, toy, doc=doc))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def draw_batch(problems, step, count, seed):
+    """The `count` problems of a step: a new shuffle for every pass over the data, derived from (seed, pass) alone.
+
+    No iterator has to be saved: a resumed run draws the same problems.
+    """
+    orders, batch = {}, []
+    for place in range((step - 1) * count, step * count):
+        epoch, i = divmod(place, len(problems))
+        if epoch not in orders:
+            orders[epoch] = random.Random(f"{seed}-{epoch}").sample(range(len(problems)), len(problems))
+        batch.append(problems[orders[epoch][i]])
+    return batch
+
+
+def save_folder(folder, write):
+    """write(temporary folder), then rename: an interrupted save leaves the previous folder whole."""
+    folder = Path(folder)
+    fresh, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    write(fresh)
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class Run:
+    """The folder of a run and what is written to it; no part of any method."""
+
+    def __init__(self, args, script):
+        root = Path("runs")
+        name = args.name or f"{script}-{Path(args.model).name}-seed{args.seed}"
+        if args.resume and not args.name:
+            raise InputError("--resume needs --name, the run's folder under runs/")
+        if (root / name).exists() and not args.resume:
+            if args.name:
+                raise InputError(f"runs/{name} exists: add --resume to continue it, or choose another --name")
+            name = next(f"{name}-{i}" for i in range(2, 10_000) if not (root / f"{name}-{i}").exists())
+        self.args, self.folder, self.step, self.failures, self.stop, self.rows = args, root / name, 0, 0, False, []
+        self.started = time.time()
+        self.checkpoint = self.folder / "checkpoint"
+        if args.resume:
+            self._find_checkpoint()
+        else:
+            self.folder.mkdir(parents=True)
+            (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
+        print(f"run folder: {self.folder}")
+
+    def _find_checkpoint(self):
+        old = self.checkpoint.with_name("checkpoint.old")
+        if not self.checkpoint.is_dir() and old.is_dir():  # a save was interrupted between its two renames
+            old.rename(self.checkpoint)
+        if not (self.checkpoint / "state.json").is_file():
+            raise InputError(f"{self.folder} holds no checkpoint to resume from")
+        before, now = json.loads((self.folder / "args.json").read_text()), dataclasses.asdict(self.args)
+        free = {"steps", "resume", "name", "device", "save_every"}
+        changed = [k for k in now if k not in free and before.get(k) != now[k]]
+        if changed:
+            raise InputError(f"--resume with other arguments than the run was started with: {', '.join(changed)}")
+        self.step = json.loads((self.checkpoint / "state.json").read_text())["step"]
+        if self.step >= self.args.steps:
+            raise InputError(f"{self.folder} has its {self.step} steps already; raise --steps to go on")
+        with open(self.folder / "metrics.csv", newline="") as file:  # rows after the checkpoint are run again
+            self.rows = [row for row in csv.DictReader(file) if int(row["step"]) <= self.step]
+
+    def restore(self, optimizer):
+        """Load the optimiser's state when resuming (weights come through load_policy(args, run.model))."""
+        if self.step:
+            optimizer.load_state_dict(torch.load(self.checkpoint / "optimizer.pt", weights_only=True, map_location=self.args.device))
+
+    @property
+    def model(self):
+        """The checkpoint to start from: the run's own when resuming."""
+        return self.checkpoint if self.step else self.args.model
+
+    def save(self, model, tokenizer, optimizer):
+        """Weights and tokenizer in from_pretrained's format, the optimiser, and the step: all that a resumed run needs."""
+        def write(path):
+            model.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+            torch.save(optimizer.state_dict(), path / "optimizer.pt")
+            (path / "state.json").write_text(json.dumps({"step": self.step}))
+        save_folder(self.checkpoint, write)
+
+    def loop(self, model, tokenizer, optimizer):
+        """Yield the step numbers; seed each step, save when due, and stop cleanly after the first Ctrl-C.
+
+        All randomness of a step comes from (seed, step), so no generator state has to survive an interruption.
+        """
+        def on_signal(*_):
+            if self.stop:
+                raise KeyboardInterrupt
+            self.stop = True
+            tqdm.write("Ctrl-C: finishing this step, then saving (press again to stop at once)")
+
+        previous = signal.signal(signal.SIGINT, on_signal)
+        self.bar, started = tqdm(total=self.args.steps, initial=self.step, desc="training"), time.time()
+        try:
+            while self.step < self.args.steps and not self.stop:
+                torch.manual_seed(self.args.seed * 1_000_003 + self.step + 1)
+                self.started = time.time()
+                yield self.step + 1
+                self.step += 1
+                self.bar.update()
+                if self.step == self.args.steps or self.stop or (self.args.save_every and self.step % self.args.save_every == 0):
+                    self.save(model, tokenizer, optimizer)
+        finally:
+            self.bar.close()
+            signal.signal(signal.SIGINT, previous)
+        print(f"{self.step} steps done, {time.time() - started:.0f} s in this call; checkpoint: {self.checkpoint}")
+        if self.stop:
+            print(f"stopped by Ctrl-C; go on with: --resume --name {self.folder.name}")
+            sys.exit(130)
+
+    def log(self, step, row):
+        """One row of metrics.csv and the bar's figures. The file is replaced whole, so no interruption leaves half a row."""
+        self.rows.append({"step": step, **row, "seconds": time.time() - self.started})
+        columns = list(dict.fromkeys(key for r in self.rows for key in r))
+        temporary = self.folder / "metrics.csv.tmp"
+        with open(temporary, "w", newline="") as file:
+            writer = csv.DictWriter(file, columns, restval="")
+            writer.writeheader()
+            writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in self.rows)
+        temporary.rename(self.folder / "metrics.csv")
+        if "reward" in row:
+            self.bar.set_postfix(reward=f"{row['reward']:.3f}", accuracy=f"{row['accuracy']:.3f}", kl=f"{row['kl']:.4f}")
+
+    def finite(self, loss, grad_norm):
+        """Whether an update may be made. A non-finite one is skipped and counted; three in a row end the run."""
+        self.failures = 0 if math.isfinite(loss) and math.isfinite(grad_norm) else self.failures + 1
+        if self.failures:
+            tqdm.write(f"non-finite loss ({float(loss)}) or gradient norm ({float(grad_norm)}): update skipped")
+        if self.failures == 3:
+            raise InputError(f"three updates in a row were not finite; the last good checkpoint, if any, is {self.checkpoint}. "
+                             "Lower --learning-rate, or look for extreme rewards")
+        return not self.failures
+
+    def evaluation_due(self, step):
+        return step == self.args.steps or bool(self.args.eval_every) and step % self.args.eval_every == 0
+
+    def evaluate(self, step, model, tokenizer, problems):
+        """Held-out accuracy of this step -> dict of columns; some responses go to samples.txt."""
+        with open(self.folder / "samples.txt", "a", encoding="utf-8") as file:
+            file.write(f"===== step {step}\n")
+            result = evaluate(model, tokenizer, problems, self.args, file)
+        tqdm.write(f"step {step}, held-out problems: " + ", ".join(f"{k[5:]} {v:.3f}" for k, v in result.items()))
+        return result
+
+
+class Meter:
+    """Adds the loss's stats up over all micro-batches and updates of a step (never only the last micro-batch's)."""
+
+    def __init__(self):
+        self.sums, self.losses, self.grad_norms, self.skipped, self.first = {}, [], [], 0, None
+
+    def add(self, stats):
+        for key, value in stats.items():
+            self.sums[key] = self.sums.get(key, 0.0) + value
+
+    def add_update(self, loss, grad_norm, made):
+        self.losses.append(float(loss))
+        self.grad_norms.append(float(grad_norm))
+        self.skipped += not made
+        self.first = self.first or self.averages()
+
+    def averages(self):
+        tokens = max(float(self.sums["tokens"]), 1.0)
+        mean = lambda values: sum(values) / len(values)
+        return {"loss": mean(self.losses), "grad_norm": mean(self.grad_norms),
+                **{k: float(v) / tokens for k, v in self.sums.items() if k != "tokens"}}
+
+
+def step_metrics(step, rollout, rewards, accuracy, advantages, entropy, meter):
+    """The columns of metrics.csv that all scripts share (the README explains each), and step 1's sanity line."""
+    mask, groups = rollout.completion_mask, rollout.group_ids
+    scored, m = rewards[~torch.isnan(rewards)], meter.averages()
+    silent = sum(not advantages[groups == g].any() for g in groups.unique())
+    if step == 1:
+        f = meter.first
+        tqdm.write(f"sanity, first update: mean |ratio - 1| = {f['ratio_error']:.1e} (must be 0: nothing has been updated), KL to the "
+                   f"starting model = {f['kl']:.1e} (0), loss = {f['loss']:+.4f} (may be 0: advantages of a group sum to 0), "
+                   f"gradient norm = {f['grad_norm']:.4f} (must be above 0: it is the gradient of -A log pi)")
+    return {"reward": scored.mean().item(), "reward_std": scored.std(unbiased=False).item(), "accuracy": accuracy.nanmean().item(),
+            "unscorable": int(torch.isnan(rewards).sum()), "zero_variance_groups": int(silent) / len(groups.unique()),
+            "loss": m["loss"], "grad_norm": m["grad_norm"], "kl": m["kl"], "ratio": m["ratio"], "ratio_error": m["ratio_error"],
+            "clip_low": m["clip_low"], "clip_high": m["clip_high"], "skipped": meter.skipped,
+            "entropy": (entropy.sum() / mask.sum()).item(), "length": mask.sum(1).mean().item(),
+            "truncated": rollout.truncated.float().mean().item()}
+
+
+def pass_at_k(n, c, k):
+    """Probability that at least one of k samples is right, unbiased from c right ones among n.  [Chen et al. 2021]
+
+    1 - C(n-c, k) / C(n, k). Raises ValueError for k > n.
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    if not 0 <= c <= n or not 1 <= k <= n:
+        raise ValueError(f"needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def summarise(correct, greedy):
+    """Evaluation row from right/wrong tables: correct (problems, k), greedy (problems,); None entries are left out."""
+    counts = [[c for c in row if c is not None] for row in correct]
+    counts = [row for row in counts if row]
+    k = max(map(len, counts), default=1)
+    mean = lambda values: sum(values) / max(len(values), 1)
+    return {"eval_greedy": mean([g for g in greedy if g is not None]), "eval_mean": mean([mean(row) for row in counts]),
+            f"eval_pass@{k}": mean([pass_at_k(len(row), round(sum(row)), len(row)) for row in counts])}
+
+
+def evaluate(model, tokenizer, problems, args, file=None):
+    """Greedy accuracy, mean accuracy over args.eval_samples samples, and pass@k, on held-out problems -> dict.
+
+    Always the verifiable reward, whatever a script trains on. `file` receives some responses to read.
+    """
+    torch.manual_seed(1234)  # the same noise at every evaluation
+    prompts = [p["prompt_ids"] for p in problems]
+    greedy = generate(model, tokenizer, prompts, 1, args, greedy=True).texts
+    texts = generate(model, tokenizer, prompts, args.eval_samples, args).texts
+    right = [reward_correct(text, problems[i // args.eval_samples]) for i, text in enumerate(texts)]
+    table = [right[i:i + args.eval_samples] for i in range(0, len(right), args.eval_samples)]
+    if file is not None:
+        for i, problem in enumerate(problems[:4]):
+            j = i * args.eval_samples
+            file.write(f"Q: {problem['question']}\ngreedy: {greedy[i]}\nsample ({right[j]}): {texts[j]}\n\n")
+    return summarise(table, [reward_correct(text, p) for text, p in zip(greedy, problems)])
+
+
+def plot_curve(rows, path):
+    """curve.png: rewards and held-out accuracy, and below them entropy and KL, over the steps."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(2, 1, figsize=(7, 6), sharex=True)
+    for axis, names in zip(axes, [("reward", "accuracy", "eval_mean", "eval_greedy"), ("entropy", "kl")]):
+        for name in names:
+            points = [(int(r["step"]), float(r[name])) for r in rows if r.get(name) not in (None, "")]
+            if points:
+                axis.plot(*zip(*points), marker="o" if name.startswith("eval") else None, label=name)
+        axis.legend()
+        axis.grid(alpha=0.3)
+    axes[1].set_xlabel("step")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
+def plot_credit(path, tokens, weights, titles, label="credit weight w (1 = uniform)"):
+    """credit.png: each row of `tokens` (lists of strings) as text, every token on a patch coloured by its weight.
+
+    tokens, weights: lists of equally long lists; titles: one string per row. White is weight 1; red is more, blue less.
+    """
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import TwoSlopeNorm
+    flat = [w for row in weights for w in row]
+    norm = TwoSlopeNorm(1.0, min(min(flat), 0.99), max(max(flat), 1.01))
+    lines, width = [], 78  # characters in a line
+    for row, values, title in zip(tokens, weights, titles):
+        lines, column = lines + [title, []], 0
+        for token, value in zip(row, values):
+            shown = token.strip().replace("\n", "\\n") or repr(token)[1:-1]
+            if column + len(shown) > width:
+                lines, column = lines + [[]], 0
+            lines[-1].append((column, shown, value))
+            column += len(shown) + 1
+    figure, axis = plt.subplots(figsize=(11, 0.42 * len(lines) + 0.6))
+    for y, line in enumerate(lines):
+        if isinstance(line, str):
+            axis.text(0, -y, line, fontsize=10, weight="bold", va="center")
+            continue
+        for column, shown, value in line:
+            axis.text(column, -y, shown, family="monospace", fontsize=10, va="center",
+                      bbox=dict(facecolor=plt.cm.RdBu_r(norm(value)), edgecolor="none", pad=2.5))
+    axis.set(xlim=(0, width), ylim=(-len(lines) + 0.4, 0.6))
+    axis.axis("off")
+    figure.colorbar(plt.cm.ScalarMappable(norm, "RdBu_r"), ax=axis, label=label, fraction=0.025, pad=0.01)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
+
+
+def picture(path, tokenizer, rollout, rewards, weights):
+    """credit.png of the prompt whose responses differ most in reward: its best and its worst response."""
+    spread = lambda g: (rewards[rollout.group_ids.cpu() == g].nan_to_num().max() - rewards[rollout.group_ids.cpu() == g].nan_to_num().min()).item()
+    rows = (rollout.group_ids.cpu() == max(rollout.group_ids.unique().tolist(), key=spread)).nonzero()[:, 0]
+    ordered = sorted(rows.tolist(), key=lambda i: -rewards[i].nan_to_num().item())
+    chosen = [ordered[0], ordered[-1]]
+    pieces = [[tokenizer.decode([t]) for t in rollout.completion_ids[i][rollout.completion_mask[i].bool()].tolist()] for i in chosen]
+    values = [weights[i][rollout.completion_mask[i].bool()].tolist() for i in chosen]
+    plot_credit(path, pieces, values, [f"reward {rewards[i]:.2f}" for i in chosen])
