@@ -154,6 +154,25 @@ def calibrate(alpha, change, clip=0.95, weights=None):
     return torch.where(moved, scale * shifted, alpha), lam
 
 
+def choose_targets(weight, confidence, commit_step, mask, mass=0.7, low=2, high=32):
+    """Which tokens a rollout is trained on: those that the chosen steps of each response committed.
+
+    ``S_t = sum over valid i committed at t of w_pos(i) (1 - p_i)``, then `select_steps` per response. A step that committed only
+    padding is no candidate.
+
+    weight: (N,T) w_pos. confidence: (N,T) p_i at commitment. commit_step: (N,T) int >= 0. mask: (N,T), 1 on valid tokens.
+    mass, low, high: see `select_steps`. Returns (N,T) bool. Source: public summary.
+    """
+    valid = mask.bool()                                                                # (N,T)
+    per_step = weight.new_zeros(len(weight), int(commit_step.max()) + 1)               # (N,S)
+    scores = per_step.scatter_add(1, commit_step, torch.where(valid, weight * (1 - confidence), 0.0))    # (N,S)   S_t
+    candidate = per_step.scatter_add(1, commit_step, valid.to(weight.dtype)) > 0       # (N,S)
+    chosen = torch.zeros_like(candidate)                                               # (N,S)
+    for n, steps in enumerate(row.nonzero()[:, 0] for row in candidate):
+        chosen[n, steps[select_steps(scores[n, steps].tolist(), mass, low, high)]] = True
+    return valid & chosen.gather(1, commit_step)
+
+
 def step_credit(weight, commit_step, targets):
     """Credit of the tokens that one step commits together: their class weights, divided by the step's mean.
 

@@ -70,7 +70,7 @@ def test_select_steps_clamps_and_orders():
         got = dtca.select_steps([1.0] * n, mass=1.0, low=low, high=high)
         assert got == list(range(min(n, high)))
     assert dtca.select_steps([]) == []
-    assert dtca.select_steps([0.1] * 10, mass=0.7) == list(range(7))               # .1 * 7 < .7 in floating point
+    assert dtca.select_steps([0.4, 0.8, 0.6, 0.2]) == [1, 2]                        # 1.4 of 2, though rounding says a bit less
 
 
 # ---- entropy change
@@ -161,6 +161,27 @@ def test_pos_weights_edges():
         dtca.pos_weights({"X": 1.0}, low=0.0)
 
 
+def test_choose_targets_against_a_loop():
+    torch.manual_seed(0)
+    N, T = 8, 20
+    weight, confidence = 0.8 + 0.4 * torch.rand(N, T), torch.rand(N, T)
+    commit_step, mask = torch.randint(0, 10, (N, T)), torch.ones(N, T)
+    for n in range(N):
+        mask[n, 1 + 2 * n:] = 0                                                      # the first row has one valid token
+    got = dtca.choose_targets(weight, confidence, commit_step, mask, low=1)
+    for n in range(N):
+        scores = {}
+        for i in range(1 + 2 * n if 2 * n < T else T):
+            t = int(commit_step[n, i])
+            scores[t] = scores.get(t, 0.0) + float(weight[n, i]) * (1 - float(confidence[n, i]))
+        ranked, chosen, total = sorted(scores, key=scores.get, reverse=True), set(), 0.0
+        while total < 0.7 * sum(scores.values()):
+            chosen.add(ranked[len(chosen)])
+            total = sum(scores[t] for t in chosen)
+        assert got[n].tolist() == [bool(mask[n, i]) and int(commit_step[n, i]) in chosen for i in range(T)]
+    assert dtca.choose_targets(weight, confidence, commit_step, 0 * mask).sum() == 0
+
+
 def test_step_credit_against_a_loop():
     torch.manual_seed(0)
     weight, commit_step = 0.8 + 0.4 * torch.rand(5, 12), torch.randint(0, 6, (5, 12))
@@ -178,14 +199,14 @@ def test_step_credit_against_a_loop():
 # ---- contributions of a hand-made model
 
 class HandMade:
-    """p at position j depends on its neighbours: each visible neighbour adds its id to the logit of token (j mod 3)."""
+    """p at position j depends on what is visible there and beside it: all of it pulls at the logit of token (j mod 3)."""
     mask_id = 4
 
     def logits(self, ids, attention_mask=None):
         seen = torch.where(ids == self.mask_id, 0, ids + 1).double()               # (B,L)
         if attention_mask is not None:
             seen = seen * attention_mask
-        pull = torch.roll(seen, 1, 1) - 0.5 * torch.roll(seen, -1, 1)              # (B,L)
+        pull = 0.7 * seen + torch.roll(seen, 1, 1) - 0.5 * torch.roll(seen, -1, 1)    # (B,L)
         target = torch.arange(ids.shape[1]) % 3
         logits = torch.zeros(*ids.shape, 5, dtype=torch.float64)
         logits[:, torch.arange(ids.shape[1]), target] = pull
@@ -283,6 +304,25 @@ def test_spacy_tags_sub_words_of_real_sentences(subwords):
         letters = "".join(word for word, other in plain if other == name)
         assert subwords.decode(spelled[name]).replace(" ", "") == letters.replace(" ", "")
     assert key.startswith("en_") and key[-1].isdigit()
+
+
+def test_a_spacy_model_without_or_with_unknown_classes(monkeypatch):
+    import sys
+    from types import SimpleNamespace as Fake
+
+    class Token(str):
+        idx, pos_ = 0, ""
+
+    nlp = lambda text: [Token(text)]
+    monkeypatch.setitem(sys.modules, "spacy", Fake(load=lambda name, exclude: nlp))
+    with pytest.raises(common.InputError, match="no parts of speech"):
+        dtca.load_tagger("blank")
+    Token.pos_ = "NOUN"
+    nlp = type("Nlp", (), {"meta": {"version": "1"}, "__call__": lambda self, text: [Token(text)],
+                           "pipe": lambda self, texts: [[Token(text)] for text in texts]})()
+    key, tag = dtca.load_tagger("fake")
+    Token.pos_ = ""
+    assert key == "fake 1" and tag(["abc"]) == [[(0, 3, "X")]]
 
 
 def test_taggers_that_are_not_there(monkeypatch):
