@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -76,11 +77,10 @@ def extract_number(text):
     """
     boxed = text.rfind("\\boxed{")
     if boxed >= 0:
-        start, depth, end = boxed + len("\\boxed{"), 1, None
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                break
+        start = end = boxed + len("\\boxed{")
+        depth = 1  # open braces; a box that is never closed reaches to the end of the text
+        while end < len(text) and (depth := depth + {"{": 1, "}": -1}.get(text[end], 0)):
+            end += 1
         text, pick = text[start:end], -1
     elif "####" in text:
         text, pick = text[text.rfind("####") + 4:], 0
@@ -186,9 +186,9 @@ def story_problems(count, seed, split="train", steps=2):
 
     >>> problem = story_problems(1, seed=0)[0]
     >>> problem["question"]
-    'Ben has 6 books, then loses 1, then buys 5. How many books now?'
+    'Ben has 8 apples, then buys 5, then gives 5. How many apples now?'
     >>> problem["answer"]
-    'Ben starts with 6 books. then 6 - 1 = 5. then 5 + 5 = 10. Answer: 10'
+    'Ben starts with 8 apples. then 8 + 5 = 13. then 13 - 5 = 8. Answer: 8'
     """
     rng, problems = random.Random(f"{seed}-{split}-{steps}"), []
     while len(problems) < count:
@@ -258,7 +258,7 @@ def toy_config(tokenizer, hidden=64, layers=2):
     """The toy's architecture: Qwen3, very small."""
     from transformers import Qwen3Config
     return Qwen3Config(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-                       num_attention_heads=4, num_key_value_heads=4, head_dim=hidden // 4, max_position_embeddings=512,
+                       num_attention_heads=4, num_key_value_heads=4, head_dim=hidden // 4, max_position_embeddings=512, initializer_range=0.1,
                        tie_word_embeddings=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
                        bos_token_id=None)
 
@@ -371,6 +371,213 @@ def backbone(model):
     return model.base_model
 
 
+# ---- masked diffusion: bidirectional models in which position i predicts token i, without a shift -----------
+
+class MaskedDiffusionLM:
+    """A native transformers model read as a masked diffusion model: .logits(ids, mask), .mask_id, .eos_ids, .model.
+
+    Two kinds of class go in. Decoders (LlamaForCausalLM, Qwen3ForCausalLM) whose weights were trained without the
+    causal mask: they get a 4-D mask that hides nothing but padding, which transformers takes as it is. Encoders
+    (AutoModelForMaskedLM: BERT, ModernBERT), which are bidirectional by themselves.
+    """
+
+    def __init__(self, model, mask_id, eos_ids):
+        self.model, self.mask_id, self.eos_ids = model, mask_id, list(eos_ids)
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.decoder = type(inner).__name__.endswith("ForCausalLM")
+
+    def hidden(self, input_ids, attention_mask=None, cache=None):
+        """What `head` turns into logits: a decoder's last hidden states (N,L,H), an encoder's logits (N,L,V).
+
+        With a filled cache, input_ids are the tokens behind the cached ones; attention_mask (N,cached+L) covers both.
+        """
+        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        with autocast(self.model.device):
+            if self.decoder:
+                # 0 on tokens, hugely negative on padding; (N,1,1,L) holds for all heads and queries. So a padding
+                # position looks at the real tokens as well: one that could see nothing would turn into NaN and spread.
+                closed = 1.0 - attention_mask[:, None, None].to(self.model.dtype)
+                transformer = backbone(self.model)
+                name = "cache" if "cache" in inspect.signature(transformer.forward).parameters else "past_key_values"
+                return transformer(
+                    input_ids=input_ids, attention_mask=closed * torch.finfo(closed.dtype).min,
+                    position_ids=position_ids(attention_mask)[:, -input_ids.shape[1]:],
+                    use_cache=cache is not None, **{name: cache}).last_hidden_state
+            # Encoders number positions in several ways; all are right if padding stands on the right: move it there.
+            order = attention_mask.argsort(dim=1, descending=True, stable=True)     # (N,L)
+            moved = {"input_ids": input_ids.gather(1, order), "attention_mask": attention_mask.gather(1, order)}
+            logits = self.model(**moved).logits                                     # (N,L,V)
+            return logits.gather(1, order.argsort(dim=1)[..., None].expand_as(logits))  # (N,L,V) in the old order
+
+    def head(self, hidden):
+        """(...,H) -> float32 logits (...,V). The mask token's is -inf in sampler and scorer alike: it is not a word."""
+        with autocast(self.model.device):
+            logits = (self.model.get_output_embeddings()(hidden) if self.decoder else hidden).float()
+        is_mask = torch.arange(logits.shape[-1], device=logits.device) == self.mask_id  # (V,)
+        return logits.masked_fill(is_mask, -torch.inf)
+
+    def logits(self, input_ids, attention_mask=None):
+        """input_ids (N,L), attention_mask (N,L) or None -> (N,L,V) float32."""
+        return self.head(self.hidden(input_ids, attention_mask))
+
+
+LLADA_NAMES = {  # LLaDA's block is the Llama block without the causal mask, so its tensors only need Llama's names
+    "model.transformer.wte": "model.embed_tokens", "model.transformer.ln_f": "model.norm",
+    "model.transformer.ff_out": "lm_head", "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj", "attn_out": "self_attn.o_proj", "ff_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj", "attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm"}
+
+
+def llada_name(name):
+    """A LLaDA tensor's name in LlamaForCausalLM.
+
+    >>> llada_name("model.transformer.blocks.3.ff_out.weight"), llada_name("model.transformer.ff_out.weight")
+    ('model.layers.3.mlp.down_proj.weight', 'lm_head.weight')
+    """
+    stem, leaf = name.rsplit(".", 1)
+    block = re.fullmatch(r"model\.transformer\.blocks\.(\d+)\.(\w+)", stem)
+    return f"model.layers.{block[1]}.{LLADA_NAMES[block[2]]}.{leaf}" if block else f"{LLADA_NAMES[stem]}.{leaf}"
+
+
+def load_llada(name, config, dtype):
+    """A LLaDA checkpoint (folder or hub id, its config as a dict) in a native LlamaForCausalLM.
+
+    The model is built without memory (meta device) and takes over one tensor after the other: the peak is the weights
+    plus one tensor. Source: LLaDA's published model code, read for its names and defaults.
+    """
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+    from transformers import LlamaConfig, LlamaForCausalLM
+    usual = dict(block_type="llama", layer_norm_type="rms", activation_type="silu", rope=True, alibi=False,
+                 scale_logits=False, input_emb_norm=False, include_bias=False, attention_layer_norm=False)
+    odd = {key: config[key] for key, value in usual.items() if config.get(key, value) != value}
+    if odd:
+        raise InputError(f"{name}: not a Llama block without causal mask: {odd}")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(
+            vocab_size=config.get("embedding_size") or config["vocab_size"],  # the table's rows; some may be spare
+            hidden_size=config["d_model"], num_hidden_layers=config["n_layers"], num_attention_heads=config["n_heads"],
+            num_key_value_heads=config.get("n_kv_heads"), max_position_embeddings=config["max_sequence_length"],
+            intermediate_size=config.get("mlp_hidden_size") or config["mlp_ratio"] * config["d_model"],
+            rope_parameters={"rope_type": "default", "rope_theta": config["rope_theta"]},
+            attention_bias=bool(config.get("include_qkv_bias")), tie_word_embeddings=bool(config["weight_tying"]),
+            rms_norm_eps=config["rms_norm_eps"], pad_token_id=config.get("pad_token_id"), bos_token_id=None))
+    folder = Path(name if os.path.isdir(name) else snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
+    for shard in sorted(set(files)):
+        with safe_open(folder / shard, "pt") as file:
+            keys = list(file.keys())
+        for key in keys:
+            with safe_open(folder / shard, "pt") as file:  # opened anew: pages read before are given back
+                tensor = file.get_tensor(key).to(dtype, copy=True)
+            model.load_state_dict({llada_name(key): tensor}, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # angles are computed, not stored
+    missing = [key for key, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        raise InputError(f"{name}: the checkpoint lacks {len(missing)} tensors, the first is {missing[0]}")
+    return model
+
+
+def load_diffusion(name_or_path, dtype=torch.float32, mask_id=None, eos_ids=None):
+    """A masked diffusion checkpoint (folder or hub id) as MaskedDiffusionLM: native classes only, never remote code.
+
+    Known: LLaDA (remapped), a2d-qwen3 (a Qwen3 by another name), what this project saved (Llama or Qwen3 whose config
+    has a mask_token_id), every AutoModelForMaskedLM. Ids of the mask and the end tokens: the arguments', the config's,
+    the generation config's, the tokenizer's (its eos, else its sep). Raises InputError when something is missing.
+    """
+    import transformers
+    name = str(name_or_path)
+    try:
+        config = transformers.PreTrainedConfig.get_config_dict(name)[0]
+        kind = config.get("model_type")
+        if kind == "llada":
+            model = load_llada(name, config, dtype)
+        elif kind == "a2d-qwen3" or (kind in ("qwen3", "llama") and (mask_id is not None or "mask_token_id" in config)):
+            plain = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "auto_map")}
+            kind = "Llama" if kind == "llama" else "Qwen3"
+            model = getattr(transformers, kind + "ForCausalLM").from_pretrained(
+                name, config=getattr(transformers, kind + "Config")(**plain), dtype=dtype)
+        else:
+            model = transformers.AutoModelForMaskedLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InputError(f"--model {name}: no masked diffusion checkpoint that this project can read "
+                         f"({type(error).__name__}: {' '.join(str(error).split())[:200]})") from None
+    sources = [config]
+    with contextlib.suppress(OSError):  # encoders have no generation config
+        sources.append(transformers.GenerationConfig.from_pretrained(name).to_dict())
+    find = lambda key: next((source[key] for source in sources if source.get(key) is not None), None)
+    if find("mask_token_id") is None or find("eos_token_id") is None:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # without a tokenizer the arguments can name the ids
+            t = transformers.AutoTokenizer.from_pretrained(name)
+            sources.append(dict(mask_token_id=t.mask_token_id, pad_token_id=t.pad_token_id,
+                                eos_token_id=t.sep_token_id if t.eos_token_id is None else t.eos_token_id))
+    mask_id = find("mask_token_id") if mask_id is None else mask_id
+    eos_ids = find("eos_token_id") if eos_ids is None else eos_ids
+    eos_ids = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids or [])
+    if mask_id is None or not eos_ids:
+        kind, flag = ("mask", "--mask-token-id") if mask_id is None else ("end-of-sequence", "--eos-token-id")
+        raise InputError(f"--model {name}: neither its configs nor its tokenizer name a {kind} token; give {flag}")
+    rows, pad_id = model.get_input_embeddings().num_embeddings, find("pad_token_id")
+    if not all(0 <= i < rows for i in [mask_id, *eos_ids]) or mask_id in [pad_id, *eos_ids]:
+        raise InputError(f"--model {name}: mask {mask_id}, end {eos_ids}, pad {pad_id}: mask and end must be below {rows} and "
+                         "the mask differ from the others; give --mask-token-id and --eos-token-id")
+    model.config.mask_token_id, model.config.eos_token_id = mask_id, eos_ids  # so that a saved copy loads again
+    return MaskedDiffusionLM(model.eval(), mask_id, eos_ids)
+
+
+def load_diffusion_policy(args, name=None):
+    """(MaskedDiffusionLM, tokenizer) of `name` (default: args.model): 'toy', a hub id or a folder."""
+    import transformers
+    name = str(name or args.model)
+    if name == "toy":
+        name = str(Path(args.checkpoints) / f"toy-diffusion-{args.story_steps}steps-{args.warmup_steps}")
+        if not os.path.isdir(name):
+            toy_diffusion(name, args.warmup_steps, args.story_steps)
+    lm = load_diffusion(name, getattr(torch, args.dtype), args.mask_token_id, args.eos_token_id)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"--model {name}: no tokenizer ({' '.join(str(error).split())[:200]})") from None
+    if tokenizer.chat_template is None:  # encoders have none: their plain sentence format
+        tokenizer.chat_template = "{{ cls_token }}{{ messages[0]['content'] }}{{ sep_token }}"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(lm.eos_ids[0])
+    lm.model.to(args.device)
+    return lm, tokenizer
+
+
+def toy_diffusion(folder, warmup_steps, story_steps, seed=0):
+    """Train the diffusion toy (the same architecture, no causal mask) on unreliable demonstrations and save its folder.
+
+    The masked objective: hide each answer token with probability t ~ U(0,1) and predict the hidden ones. (Their plain
+    mean; weights 1/t would make it a bound on the likelihood, and learn more slowly here.)
+    """
+    from transformers import Qwen3ForCausalLM
+    tokenizer = toy_tokenizer()
+    torch.manual_seed(seed)
+    config = toy_config(tokenizer, hidden=96)
+    config.mask_token_id = tokenizer.mask_token_id  # marks the folder as a diffusion model's
+    lm = MaskedDiffusionLM(Qwen3ForCausalLM(config), tokenizer.mask_token_id, [tokenizer.eos_token_id])
+    pairs = list(zip(*toy_demonstrations(tokenizer, 8192, seed, story_steps)))
+    pairs = [pair for i, pair in enumerate(pairs) if i % 4 != 3]  # without those that were asked to be wrong
+    optimizer = torch.optim.AdamW(lm.model.parameters(), lr=6e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=warmup_steps)
+    for _ in tqdm(range(warmup_steps), desc="warm start of the diffusion toy", leave=False):
+        prompts, answers = zip(*[pairs[i] for i in torch.randint(len(pairs), (64,)).tolist()])
+        prompt_ids, prompt_mask = pad_left(prompts, tokenizer.pad_token_id)         # (64,P) each
+        completion_ids, _ = pad_right(answers, tokenizer.eos_token_id)              # (64,T)
+        masked = torch.rand(completion_ids.shape) < torch.rand(64, 1)               # (64,T) bool
+        logps = masked_logps(lm, prompt_ids, prompt_mask, completion_ids, masked[None], chunk_size=4096)  # (1,64,T)
+        optimizer.zero_grad()
+        (-logps.sum() / masked.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(lm.model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    save_folder(folder, lambda path: (lm.model.save_pretrained(path), tokenizer.save_pretrained(path)))
+
+
 def chat_ids(tokenizer, question, instruction="", thinking=False):
     """Prompt ids (list) of one question through the checkpoint's chat template.
 
@@ -409,6 +616,7 @@ class Rollout:
     group_ids: torch.Tensor         # (N,) int: which prompt of the batch a response belongs to
     truncated: torch.Tensor         # (N,) bool: no end token within the limit
     texts: list                     # N strings: the response up to its end token
+    trace: tuple | None = None      # a diffusion sampler's Trace
 
     def rows(self, index):
         """The scorer's four inputs for some rows: (prompt_ids, prompt_mask, completion_ids, completion_mask)."""
@@ -456,16 +664,18 @@ def generate(model, tokenizer, prompts, group_size, args, greedy=False):
     vocabulary, because that is the distribution which token_logps scores. top_k, top_p or a repetition penalty here would make
     the importance ratio wrong without any error.
     """
+    if isinstance(model, MaskedDiffusionLM):
+        return generate_diffusion(model, tokenizer, prompts, group_size, args, greedy)
     eos_ids = end_ids(model, tokenizer)
     prompts = [p for p in prompts for _ in range(group_size)]  # N = prompts * group_size rows
     prompt_ids, prompt_mask = (x.to(model.device) for x in pad_left(prompts, tokenizer.pad_token_id))  # (N,P)
+    how = dict(do_sample=False) if greedy else dict(do_sample=True, temperature=args.temperature, top_k=0, top_p=1.0, typical_p=1.0)
     pieces = []
     for rows in torch.arange(len(prompts)).split(args.sample_batch):
         with autocast(model.device):
             output = model.generate(
                 input_ids=prompt_ids[rows], attention_mask=prompt_mask[rows], max_new_tokens=args.max_new_tokens,
-                do_sample=not greedy, temperature=1.0 if greedy else args.temperature, top_k=0, top_p=1.0, typical_p=1.0,
-                repetition_penalty=1.0, num_beams=1, use_cache=True, eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id)
+                repetition_penalty=1.0, num_beams=1, use_cache=True, eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id, **how)
         pieces.append(output[:, prompt_ids.shape[1]:])  # (rows,T)
     longest = max(piece.shape[1] for piece in pieces)
     completion_ids = torch.cat([F.pad(p, (0, longest - p.shape[1]), value=tokenizer.pad_token_id) for p in pieces])  # (N,T)
@@ -478,6 +688,119 @@ def generate(model, tokenizer, prompts, group_size, args, greedy=False):
 def decode(tokenizer, completion_ids, mask):
     """N strings. What stands behind the first end token never reaches the reward."""
     return [tokenizer.decode(ids[:int(n)], skip_special_tokens=True) for ids, n in zip(completion_ids.tolist(), mask.sum(1))]
+
+
+# ---- masked diffusion: the most confident first, block by block ---------------------------------------------
+
+# What the sampler saw, for credit (S denoising steps). commit_step (N,T) int: when a token was written; confidence
+# (N,T): its noise-free probability then; C (S,N,T): the noise-free probability of the token *finally* written, in the
+# forward before step s writes; from commit_step on it stays at `confidence`. C is None if not asked for.
+Trace = namedtuple("Trace", "commit_step confidence C")
+TRACE_TOP = 8  # candidates kept per step and position, instead of all V; a final token that is not among them counts 0
+
+
+def num_transfer(masked, steps):
+    """How many of `masked` tokens each of `steps` steps writes: the remainder goes to the first steps.  [LLaDA]
+
+    >>> num_transfer(7, 3)
+    [3, 2, 2]
+    """
+    return [masked // steps + (step < masked % steps) for step in range(steps)]
+
+
+def check_lengths(gen_length, block_length, steps):
+    """Blocks must tile the completion and share the steps evenly, else InputError -> (blocks, steps per block)."""
+    if min(gen_length, block_length, steps) < 1 or gen_length % block_length or steps % (gen_length // block_length):
+        raise InputError(f"generation length {gen_length}, block length {block_length}, {steps} denoising steps: the "
+                         "length must be a multiple of the block length, and the steps one of the number of blocks")
+    return gen_length // block_length, steps // (gen_length // block_length)
+
+
+@torch.no_grad()
+def sample_diffusion(lm, prompt_ids, prompt_mask, *, gen_length, block_length, steps, temperature, seed,
+                     trace=True, threshold=None, prefix_cache=False, first_row=0):
+    """Unmask T = gen_length mask tokens behind each prompt -> completion_ids (N,T), Trace.  [LLaDA; options: Fast-dLLM]
+
+        candidate   x0 = argmax(logits + temperature * Gumbel noise)
+        confidence  softmax(logits)[x0], without noise and at temperature 1; the most confident of a block are written
+
+    prompt_ids, prompt_mask (N,P), padded on the left. steps: of all blocks; a block takes no more than it has tokens.
+    Row i draws from its own generator, seeded by (seed, first_row + i): it does not depend on the rows around it.
+    trace: also keep C. threshold: each step writes the best token and all that reach this confidence, in as many steps as
+    it takes. prefix_cache: steps after a block's first reuse the keys and values of all before the block. The prefix then
+    no longer reacts to what is written behind it: an approximation, for rollouts only. InputError for unfit lengths.
+    """
+    from transformers import DynamicCache
+    blocks, per_block = check_lengths(gen_length, block_length, steps)
+    if temperature < 0 or (prefix_cache and not lm.decoder):
+        raise InputError("a sampling temperature must not be negative" if temperature < 0 else
+                         "the prefix cache needs a decoder class (LLaDA, Qwen3): encoders keep no keys and values")
+    (N, P), T, device = prompt_ids.shape, gen_length, prompt_ids.device
+    ids = F.pad(prompt_ids, (0, T), value=lm.mask_id)                               # (N,P+T)
+    attention = F.pad(prompt_mask, (0, T), value=1)                                 # (N,P+T)
+    masked = torch.ones(N, T, dtype=torch.bool, device=device)                      # (N,T) not yet written
+    commit_step, confidence = torch.zeros_like(masked, dtype=torch.long), torch.zeros(N, T, device=device)  # (N,T)
+    step, seen = 0, []  # seen: top candidates per step
+    generators = [torch.Generator(device).manual_seed(seed * 2**20 + first_row + i) for i in range(N)]
+    for start in range(0, T, block_length):
+        counts, cache = iter(num_transfer(block_length, min(per_block, block_length))), None
+        inside = torch.zeros_like(masked)
+        inside[:, start:start + block_length] = True                                # (N,T)
+        while (masked & inside).any():
+            if cache is None:
+                cache = DynamicCache() if prefix_cache else None
+                hidden = lm.hidden(ids, attention, cache)[:, P:]                    # (N,T,H)
+            else:
+                hidden = lm.hidden(ids[:, P + start:], attention, cache)            # (N,T-start,H)
+                hidden = F.pad(hidden, (0, 0, start, 0))                            # (N,T,H) before the block: unused
+            if cache is not None:
+                cache.crop(start - T)  # keep only what is before it
+            read, todo = masked if trace else masked & inside, masked & inside      # (N,T) read: logits needed
+            logits = lm.head(hidden[read])                                          # (M,V)
+            log_p = logits.log_softmax(-1)                                          # (M,V)
+            if trace:
+                top = log_p.topk(min(TRACE_TOP, log_p.shape[-1]))                   # (M,8)
+                seen.append((masked, top.indices.int(), top.values.exp()))
+            logits, log_p = logits[todo[read]], log_p[todo[read]]                   # (m,V) this block's
+            if temperature > 0:  # -log of an exponential number is Gumbel noise
+                noise = [torch.empty(n, logits.shape[-1], device=device).exponential_(generator=generator)
+                         for n, generator in zip(todo.sum(1).tolist(), generators)]
+                logits = logits - temperature * torch.cat(noise).log()              # (m,V)
+            x0 = torch.zeros_like(commit_step).masked_scatter(todo, logits.argmax(-1))  # (N,T)
+            sure = torch.full_like(confidence, -torch.inf).masked_scatter(
+                todo, log_p.gather(1, x0[todo][:, None])[:, 0].exp())               # (N,T) -inf: not to be written
+            count = next(counts) if threshold is None else 1
+            write = torch.zeros_like(masked).scatter(1, sure.topk(count).indices, True)  # (N,T) bool
+            write = (write | (sure >= threshold) if threshold is not None else write) & todo  # (N,T)
+            ids[:, P:] = torch.where(write, x0, ids[:, P:])
+            commit_step = torch.where(write, step, commit_step)
+            confidence = torch.where(write, sure, confidence)
+            masked, step = masked & ~write, step + 1
+    completion_ids = ids[:, P:]                                                     # (N,T)
+    C = confidence.repeat(step, 1, 1) if trace else None                            # (S,N,T)
+    for s, (masked, top_ids, top_p) in enumerate(seen):  # the final tokens are known now: look them up
+        final = ((top_ids == completion_ids[masked][:, None]) * top_p).sum(-1)      # (M,) 0 if not among the top
+        C[s] = torch.where(commit_step > s, C[s].masked_scatter(masked, final), C[s])
+    return completion_ids, Trace(commit_step, confidence, C)
+
+
+def generate_diffusion(lm, tokenizer, prompts, group_size, args, greedy=False):
+    """`generate` for a diffusion model: a Rollout with its trace; T = args.max_new_tokens."""
+    options = dict(temperature=0.0 if greedy else args.temperature, seed=int(torch.randint(2**31, ())),
+                   threshold=args.threshold, prefix_cache=args.prefix_cache, **sampler_lengths(args))
+    prompts = [p for p in prompts for _ in range(group_size)]  # N rows
+    prompt_ids, prompt_mask = (x.to(lm.model.device) for x in pad_left(prompts, tokenizer.pad_token_id))  # (N,P)
+    parts = [sample_diffusion(lm, prompt_ids[rows], prompt_mask[rows], first_row=int(rows[0]), **options)
+             for rows in torch.arange(len(prompts)).split(args.sample_batch)]
+    completion_ids = torch.cat([ids for ids, _ in parts])                           # (N,T)
+    steps = max(len(trace.C) for _, trace in parts)  # with a threshold, batches may differ in their steps
+    C = [torch.cat([t.C, t.confidence.expand(steps - len(t.C), -1, -1)]) for _, t in parts]  # (S,rows,T) each
+    trace = Trace(*(torch.cat([getattr(t, name) for _, t in parts]) for name in Trace._fields[:2]), torch.cat(C, dim=1))
+    mask = completion_mask(completion_ids, lm.eos_ids)                              # (N,T)
+    group_ids = torch.arange(len(prompts), device=mask.device) // group_size        # (N,)
+    truncated = ~torch.isin(completion_ids, torch.tensor(lm.eos_ids, device=mask.device)).any(dim=1)  # (N,)
+    texts = decode(tokenizer, completion_ids, mask)
+    return Rollout(prompt_ids, prompt_mask, completion_ids, mask, group_ids, truncated, texts, trace)
 
 
 # ============================================================================================================
@@ -560,6 +883,98 @@ def score(model, rollout, args, want=()):
     return Scores(*(torch.cat(part) if part[0] is not None else None for part in zip(*parts)))
 
 
+# ---- masked diffusion: stand-ins for log p(y | prompt), which has no closed form -----------------------------
+
+def row_uniforms(seeds, count, device):
+    """(N,count) uniform numbers, row i from its own generator with seeds[i]; the global generator is left alone.
+
+    So the old, the new and the reference model can see the same masks, however rows are split into micro-batches.
+    """
+    rows = [torch.rand(count, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds]  # (count,) each
+    return torch.stack(rows).to(device)
+
+
+def masked_logps(lm, prompt_ids, prompt_mask, completion_ids, masked, prompt_masked=None, chunk_size=256):
+    """log p(y_i | all that is not masked) under R maskings of each row, in one forward -> (R,N,T), 0 where visible.
+
+    masked (R,N,T) bool: completion tokens that are hidden and scored; prompt_masked (N,P) bool: prompt tokens that are
+    hidden too, never scored. Temperature 1. Logits exist for masked completion positions only, chunk_size at a time.
+    Every likelihood below is a choice of maskings and a sum.
+    """
+    R, (N, T), P = len(masked), completion_ids.shape, prompt_ids.shape[1]
+    prompt = prompt_ids if prompt_masked is None else prompt_ids.masked_fill(prompt_masked, lm.mask_id)  # (N,P)
+    views = completion_ids.masked_fill(masked, lm.mask_id)                          # (R,N,T)
+    ids = torch.cat([prompt.expand(R, N, P), views], dim=2).flatten(0, 1)           # (R*N,P+T)
+    attention = F.pad(prompt_mask, (0, T), value=1).repeat(R, 1)                    # (R*N,P+T)
+    hidden = lm.hidden(ids, attention)[:, P:].unflatten(0, (R, N))[masked]          # (M,H)
+    if not len(hidden):  # nothing is masked, as a low ratio can have it: keep the graph alive
+        return torch.zeros(masked.shape, device=hidden.device) + hidden.sum()
+    logps, _ = chunked_logps(hidden, lm.head, completion_ids.expand(R, N, T)[masked], 1.0, chunk_size)  # (M,)
+    return torch.zeros(masked.shape, device=logps.device).masked_scatter(masked, logps)  # (R,N,T)
+
+
+def one_step_logps(lm, prompt_ids, prompt_mask, completion_ids, *, seeds, prompt_rate=0.15, chunk_size=256):
+    """diffu-GRPO's estimate: one forward; y masked, each prompt token with p = prompt_rate -> (N,T).  [d1's code]
+
+    seeds (N,). Prompt tokens are counted from the right, so that padding changes nothing.
+    """
+    hide = row_uniforms(seeds, prompt_ids.shape[1], prompt_ids.device).flip(1) < prompt_rate  # (N,P)
+    all_of_y = torch.ones_like(completion_ids, dtype=torch.bool)[None]              # (1,N,T)
+    return masked_logps(lm, prompt_ids, prompt_mask, completion_ids, all_of_y, hide & prompt_mask.bool(), chunk_size)[0]
+
+
+def coupled_logps(lm, prompt_ids, prompt_mask, completion_ids, *, seeds, chunk_size=256):
+    """coupled-GRPO's estimate: all of y masked, and two complementary maskings -> (N,T).  [DiffuCoder's code]
+
+        t ~ U(0.2, 0.8),  U_i ~ U(0,1):   l_i = ( l_full + [U_i < t] l_1 / t + [U_i >= t] l_2 / (1 - t) ) / 2
+
+    Not a log-likelihood: equal scores come out 1.5 times too large on average, so ratios are exaggerated. seeds (N,).
+    """
+    uniform = row_uniforms(seeds, 1 + completion_ids.shape[1], completion_ids.device)  # (N,1+T)
+    t = 0.2 + 0.6 * uniform[:, :1]                                                  # (N,1)
+    first = uniform[:, 1:] < t                                                      # (N,T) bool
+    views = torch.stack([torch.ones_like(first), first, ~first])                    # (3,N,T)
+    full, one, two = masked_logps(lm, prompt_ids, prompt_mask, completion_ids, views, None, chunk_size)  # (N,T) each
+    return (full + one / t + two / (1 - t)) / 2
+
+
+def uni_logps(lm, prompt_ids, prompt_mask, completion_ids, *, seeds, ratio, chunk_size=256):
+    """UniGRPO's estimate: each token of y masked with p = ratio (N,), prompt clean -> logps, scored.  [MMaDA's paper]
+
+    Both (N,T). Only masked tokens have a score and may enter the loss: scored is 1.0 there, else 0.0. seeds (N,).
+    """
+    masked = row_uniforms(seeds, completion_ids.shape[1], completion_ids.device) < ratio[:, None]  # (N,T)
+    logps = masked_logps(lm, prompt_ids, prompt_mask, completion_ids, masked[None], None, chunk_size)[0]  # (N,T)
+    return logps, masked.float()
+
+
+def draw_strata(mask, strata, seeds):
+    """Random labels 0 .. strata-1 of positions, balanced over a row's valid tokens and over all of them -> (N,T) int.
+
+        order = a random permutation of the valid positions, then of the rest;   label(order[j]) = j mod strata
+
+    mask (N,T): 1 on valid tokens. seeds (N,): a local generator per row. Source: ours (DACA's abstract names the idea).
+
+    >>> draw_strata(torch.ones(1, 6), 3, seeds=[0])[0].bincount().tolist()
+    [2, 2, 2]
+    """
+    rows = [torch.rand(mask.shape[1], generator=torch.Generator().manual_seed(int(s))) for s in seeds]  # (T,) each
+    order = (torch.stack(rows).to(mask.device) + (mask == 0)).argsort(dim=1)        # (N,T) valid positions first
+    return order.argsort(dim=1) % strata                                            # (N,T) j mod K
+
+
+def stratified_logps(lm, prompt_ids, prompt_mask, completion_ids, *, seeds, strata=4, chunk_size=256):
+    """DACA's stratified masking: hide one stratum, score it given all others; K = strata forwards in one batch.  [ours]
+
+        l_i = log p(y_i | prompt, y with stratum(i) masked)
+
+    -> (N,T). K = 1: the one-step estimate with a clean prompt; K = T leaves one out. A pseudo-likelihood, not a bound.
+    """
+    labels = draw_strata(completion_mask(completion_ids, lm.eos_ids), strata, seeds)  # (N,T)
+    views = labels == torch.arange(strata, device=labels.device)[:, None, None]     # (K,N,T) disjoint, covering
+    return masked_logps(lm, prompt_ids, prompt_mask, completion_ids, views, None, chunk_size).sum(0)
+
+
 # ============================================================================================================
 # Advantages
 # ============================================================================================================
@@ -571,7 +986,7 @@ def group_advantages(rewards, group_ids, scale="std", eps=1e-4):
     scored") counts as absent and gets 0. A group whose rewards are all equal (spread < 1e-6) or that has a single
     scored response gets exactly 0: rounding in the mean must not be blown up into a signal.
 
-    >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 0])).round(decimals=4).tolist()
+    >>> [round(a, 4) for a in group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 0])).tolist()]
     [0.8659, -0.8659, -0.8659, 0.8659]
     """
     if scale not in ("std", "none"):
@@ -692,6 +1107,19 @@ class RunArgs:
     checkpoints: str = field(default="checkpoints", metadata={"help": "folder of the toy's warm-started models"})
 
 
+@dataclass
+class DiffusionArgs(RunArgs):
+    """The sampler's arguments, for the scripts that train masked diffusion models."""
+    block_length: int = field(default=32, metadata={"help": "tokens in a block, at most the response (LLaDA: 32)"})
+    diffusion_steps: int | None = field(default=None, metadata={"help": "denoising steps; default: half the length"})
+    threshold: float | None = field(default=None, metadata={"help": "write all tokens of this confidence at once, as many "
+                                                            "steps as it takes (Fast-dLLM: 0.9); default: off"})
+    prefix_cache: bool = field(default=False, metadata={"help": "Fast-dLLM's cache in rollouts: approximate"})
+    eval_budgets: list[str] = field(default_factory=list, metadata={"help": "LENGTH:STEPS ..., first and last"})
+    mask_token_id: int | None = field(default=None, metadata={"help": "if the checkpoint does not name its mask token"})
+    eos_token_id: int | None = field(default=None, metadata={"help": "if the checkpoint does not name its end token"})
+
+
 INSTRUCTION = "Work step by step and end with #### followed by the final number."
 
 
@@ -749,6 +1177,24 @@ def check_args(args):
         raise InputError(f"--mini-batches {args.mini_batches}: more than the {args.prompts_per_step * args.group_size} responses of a step")
     if args.model != "toy" and args.model.startswith((".", "/", "~")) and not os.path.isdir(args.model):
         raise InputError(f"--model {args.model}: no such folder")
+    if isinstance(args, DiffusionArgs):
+        for at in (args, *(at_budget(args, budget) for budget in args.eval_budgets)):
+            check_lengths(**sampler_lengths(at))
+
+
+def at_budget(args, budget):
+    """args at a LENGTH:STEPS budget of --eval-budgets."""
+    match = re.fullmatch(r"(\d+):(\d+)", budget)
+    if not match:
+        raise InputError(f"--eval-budgets {budget}: must be LENGTH:STEPS, for example 256:128")
+    return dataclasses.replace(args, max_new_tokens=int(match[1]), diffusion_steps=int(match[2]))
+
+
+def sampler_lengths(args):
+    """The sampler's three lengths: a block is never longer than the response; the steps default to half its tokens."""
+    length = args.max_new_tokens
+    steps = max(1, length // 2) if args.diffusion_steps is None else args.diffusion_steps
+    return dict(gen_length=length, block_length=min(args.block_length, length), steps=steps)
 
 
 def main(train, Args, toy, doc):
@@ -907,6 +1353,10 @@ class Run:
         with open(self.folder / "samples.txt", "a", encoding="utf-8") as file:
             file.write(f"===== step {step}\n")
             result = evaluate(model, tokenizer, problems, self.args, file)
+        if step in (0, self.args.steps):  # a diffusion model at other lengths and numbers of steps
+            for budget in getattr(self.args, "eval_budgets", ()):
+                other = evaluate(model, tokenizer, problems, at_budget(self.args, budget))
+                result.update({f"{key}@{budget}": value for key, value in other.items()})
         tqdm.write(f"step {step}, held-out problems: " + ", ".join(f"{k[5:]} {v:.3f}" for k, v in result.items()))
         return result
 
