@@ -281,8 +281,8 @@ def toy_policy(folder, warmup_steps, story_steps, seed=0):
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(toy_config(tokenizer))
     prompts, answers = toy_demonstrations(tokenizer, 8192, seed, story_steps)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=warmup_steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=warmup_steps, pct_start=0.1)
     bar = tqdm(range(warmup_steps), desc="warm start of the toy", leave=False)
     for _ in bar:
         rows = torch.randint(len(prompts), (64,)).tolist()
@@ -510,7 +510,7 @@ def load_diffusion(name_or_path, dtype=torch.float32, mask_id=None, eos_ids=None
     find = lambda key: next((source[key] for source in sources if source.get(key) is not None), None)
     if find("mask_token_id") is None or find("eos_token_id") is None:
         with contextlib.suppress(OSError, ValueError, KeyError):  # without a tokenizer the arguments can name the ids
-            t = transformers.AutoTokenizer.from_pretrained(name)
+            t = transformers.AutoTokenizer.from_pretrained(name, config=model.config, trust_remote_code=False)
             sources.append(dict(mask_token_id=t.mask_token_id, pad_token_id=t.pad_token_id,
                                 eos_token_id=t.sep_token_id if t.eos_token_id is None else t.eos_token_id))
     mask_id = find("mask_token_id") if mask_id is None else mask_id
@@ -537,7 +537,7 @@ def load_diffusion_policy(args, name=None):
             toy_diffusion(name, args.warmup_steps, args.story_steps)
     lm = load_diffusion(name, getattr(torch, args.dtype), args.mask_token_id, args.eos_token_id)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, config=lm.model.config, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"--model {name}: no tokenizer ({' '.join(str(error).split())[:200]})") from None
     if tokenizer.chat_template is None:  # encoders have none: their plain sentence format
@@ -1505,3 +1505,21 @@ def picture(path, tokenizer, rollout, rewards, weights):
     pieces = [[tokenizer.decode([t]) for t in rollout.completion_ids[i][rollout.completion_mask[i].bool()].tolist()] for i in chosen]
     values = [weights[i][rollout.completion_mask[i].bool()].tolist() for i in chosen]
     plot_credit(path, pieces, values, [f"reward {rewards[i]:.2f}" for i in chosen])
+
+
+def plot_denoising(path, tokens, commit_step, C):
+    """denoising.png of one response: for each token (across) and step (down) how probable its final token already was.
+
+    tokens: T strings; commit_step (T,), C (S,T) from the sampler's trace. The ring marks the step that wrote the token.
+    """
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axis = plt.subplots(figsize=(2 + 0.38 * len(tokens), 1.5 + 0.3 * len(C)))
+    image = axis.imshow(C.cpu(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    axis.plot(range(len(tokens)), commit_step.tolist(), "o", markersize=9, markerfacecolor="none", color="red")
+    axis.set_xticks(range(len(tokens)), [token.strip() or repr(token)[1:-1] for token in tokens], rotation=60, ha="right")
+    axis.set(ylabel="denoising step", title="probability of the final token before each step (ring: written here)")
+    figure.colorbar(image, ax=axis, fraction=0.025, pad=0.01)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
