@@ -311,6 +311,7 @@ def load_policy(args, name=None):
     distribution than the one that is scored. Raises InputError when the checkpoint cannot be had.
     """
     import transformers
+    transformers.utils.logging.disable_progress_bar()
     name = str(name or args.model)
     if name == "toy":
         name = str(toy_folder(args))
@@ -1103,7 +1104,7 @@ class RunArgs:
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda"})
     trust_remote_code: bool = field(default=False, metadata={"help": "run code that comes with a checkpoint"})
     story_steps: int = field(default=2, metadata={"help": "arithmetic steps in a story (1 to 6)"})
-    warmup_steps: int = field(default=600, metadata={"help": "supervised steps of the toy's warm start"})
+    warmup_steps: int = field(default=500, metadata={"help": "supervised steps of the toy's warm start"})
     checkpoints: str = field(default="checkpoints", metadata={"help": "folder of the toy's warm-started models"})
 
 
