@@ -42,6 +42,9 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 
+STARTED = time.time()
+
+
 class InputError(ValueError):
     """The user's input cannot be used. The message is one line that says how to fix it; scripts exit with code 2."""
 
@@ -1305,7 +1308,7 @@ class Run:
             tqdm.write("Ctrl-C: finishing this step, then saving (press again to stop at once)")
 
         previous = signal.signal(signal.SIGINT, on_signal)
-        self.bar, started = tqdm(total=self.args.steps, initial=self.step, desc="training"), time.time()
+        self.bar = tqdm(total=self.args.steps, initial=self.step, desc="training")
         try:
             while self.step < self.args.steps and not self.stop:
                 torch.manual_seed(self.args.seed * 1_000_003 + self.step + 1)
@@ -1318,7 +1321,7 @@ class Run:
         finally:
             self.bar.close()
             signal.signal(signal.SIGINT, previous)
-        print(f"{self.step} steps done, {time.time() - started:.0f} s in this call; checkpoint: {self.checkpoint}")
+        print(f"{self.step} steps done, {time.time() - STARTED:.0f} s after the script was started; checkpoint: {self.checkpoint}")
         if self.stop:
             print(f"stopped by Ctrl-C; go on with: --resume --name {self.folder.name}")
             sys.exit(130)
