@@ -1,18 +1,20 @@
-"""DATC against golden numbers, autograd, enumeration, finite differences, and the plain slow version."""
+"""DATC against golden numbers, autograd, enumeration, finite differences, and the plain slow version; then its run."""
+import csv
 import doctest
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (BertConfig, BertForSequenceClassification, GPT2Config, GPT2ForSequenceClassification,
                           PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceClassification)
 
+import common
 import datc
-
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "datc.json").read_text())
+import grpo
+from conftest import WARMUP, golden
 
 
 def case(seed, n=3, t=6, v=8, d=4, dtype=torch.float64, scale=2.0):
@@ -26,7 +28,7 @@ def test_doctests():
 
 
 # ---- the work -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("c", GOLDEN, ids=lambda c: f"{c['gate']}-{c['lam']}")
+@pytest.mark.parametrize("c", golden("datc"), ids=lambda c: f"{c['gate']}-{c['lam']}")
 def test_golden(c):
     tensor = lambda key: torch.tensor(c[key], dtype=torch.float64)
     w = datc.work(tensor("logits"), tensor("gradients"), tensor("embeddings"), torch.tensor(c["actions"]))
@@ -88,7 +90,7 @@ def test_digits_survive_in_float32():
 
 
 def restricted_slowly(z, g, E, y, decodable, k):
-    """The restricted sums, one position and one token at a time."""
+    """The sums over S, one position and one token at a time."""
     out = torch.zeros(y.shape, dtype=z.dtype)
     for n in range(y.shape[0]):
         for t in range(y.shape[1]):
@@ -323,69 +325,252 @@ def test_no_grad_around_and_nan_row():
 
 
 # ---- two tokenizers -------------------------------------------------------------------------------------------------
-def word_tokenizer(words, eos="</s>", split=" "):
+def word_tokenizer(words, split=" "):
     """A word-level tokenizer; with split="" every character of the text is its own token."""
-    vocab = {w: i for i, w in enumerate([eos, "?"] + words)}
+    vocab = {w: i for i, w in enumerate(["?", "</s>"] + words)}
     core = Tokenizer(models.WordLevel(vocab, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.Split(" ", "removed") if split else pre_tokenizers.Split("", "isolated")
     core.decoder = None if split else decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, pad_token=eos)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="?", unk_token="?",
+                                   chat_template="{{ messages[0]['content'] }}{{ '' if split else ' ' }}")
 
 
 WORDS = ["ann", "has", "5", "8", "apples", "."]
 
 
-def test_same_tokenizer_twice_is_the_plain_path():
-    policy = word_tokenizer(WORDS)
-    model = reward_model(vocab=len(policy))
+def test_both_paths_agree_when_the_tokens_are_the_same():
+    policy, reward = word_tokenizer(WORDS), word_tokenizer(WORDS + ["zebra"])   # one token more: "another tokenizer"
+    model = reward_model(vocab=len(reward))
     table = model.get_input_embeddings().weight.detach()
     ids = policy("ann has 8 apples .")["input_ids"] + [policy.eos_token_id]
-    reward_ids, spans, reward_spans = datc.respell(policy, word_tokenizer(WORDS), ids, {policy.eos_token_id})
-    assert reward_ids == ids
-    _, g = datc.score_and_gradient(model, torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
-    shares = datc.overlap_shares(spans, reward_spans)
+    own, shares = datc.respell(policy, reward, ids, {policy.eos_token_id})
+    assert own == ids
     torch.testing.assert_close(shares, torch.eye(len(ids)))
-    E, decodable = datc.vocabulary_embeddings(policy, word_tokenizer(WORDS), table, len(policy) + 3, {policy.eos_token_id})
-    assert decodable.tolist() == [True] * len(policy) + [False] * 3
-    torch.testing.assert_close(E[:len(policy)], table)
-    logits, y = torch.randn(1, len(ids), len(policy)), torch.tensor([ids])
-    torch.testing.assert_close(datc.work(logits, shares @ g, E[:len(policy)], y, decodable=decodable[:len(policy)]),
-                               datc.work(logits, g, table, y))
+    E, decodable = datc.vocabulary_embeddings(policy, reward, table, len(policy) + 3, {policy.eos_token_id})
+    assert decodable.tolist() == [False] + [True] * (1 + len(WORDS)) + [False] * 3   # "?" is a special token
+    torch.testing.assert_close(E[decodable], table[:len(policy) + 3][decodable[:len(table)]])
+    plain_E, everything = datc.vocabulary_embeddings(policy, policy, table, len(policy) + 3, {policy.eos_token_id})
+    assert everything is None and torch.equal(plain_E[:len(table)], table) and (plain_E[len(table):] == 0).all()
+    _, g = datc.score_and_gradient(model, torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.long))
+    logits, y = torch.randn(1, len(ids), len(policy) + 3), torch.tensor([ids])
+    logits[..., ~decodable] = -torch.inf                                   # so that S misses nothing
+    torch.testing.assert_close(datc.work(logits, shares @ g, E, y, decodable=decodable), datc.work(logits, g, plain_E, y))
 
 
 def test_mismatched_tokenizers_by_hand():
     """The policy spells words, the reward model characters: every number here can be done on paper."""
-    policy = word_tokenizer(["ab", "c"])                                   # ids: </s> 0, ? 1, ab 2, c 3
-    reward = word_tokenizer(["a", "b", "c", " "], split="")                # ids: </s> 0, ? 1, a 2, b 3, c 4, space 5
-    reward_ids, spans, reward_spans = datc.respell(policy, reward, [2, 3, 0], {0})   # "ab c" and the end
-    assert reward_ids == [2, 3, 5, 4, 0]
-    assert spans.tolist() == [[0, 2], [2, 4], [4, 5]]                      # the joining space belongs to "c"
-    assert reward_spans.tolist() == [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5]]
+    policy = word_tokenizer(["ab", "c"])                                   # ids: ? 0, </s> 1, ab 2, c 3
+    reward = word_tokenizer(["a", "b", "c", " "], split="")                # ids: ? 0, </s> 1, a 2, b 3, c 4, space 5
+    own, shares = datc.respell(policy, reward, [2, 3, 1], {1})             # "ab c" and the end
+    assert own == [2, 3, 5, 4, 1]
+    assert shares.tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]   # the joining space is with "c"
     g = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]])                 # one gradient per character
-    assert (datc.overlap_shares(spans, reward_spans) @ g).flatten().tolist() == [3.0, 12.0, 16.0]   # summed by word
-    table = torch.tensor([[7.0], [0.5], [1.0], [3.0], [5.0], [9.0]])
-    E, decodable = datc.vocabulary_embeddings(policy, reward, table, 5, {0})
-    assert E.flatten().tolist() == [7.0, 0.5, 2.0, 5.0, 0.0]               # end = end, "ab" = mean(a, b), id 4 unused
-    assert decodable.tolist() == [True, True, True, True, False]
-    # Truncated response: no end token on either side. The other way round, a word's gradient is shared by its letters.
-    reward_ids, spans, reward_spans = datc.respell(reward, policy, [2, 3, 5, 4], {0})
-    assert reward_ids == [2, 3]
-    shares = datc.overlap_shares(spans, reward_spans)
-    assert shares.tolist() == [[0.5, 0.0], [0.5, 0.0], [0.0, 0.0], [0.0, 1.0]]
-    assert (shares.sum(0) == 1).all()                                      # every gradient is handed out once
+    assert (shares @ g).flatten().tolist() == [3.0, 12.0, 16.0]            # summed by word
+    table = torch.tensor([[0.5], [7.0], [1.0], [3.0], [5.0], [9.0]])
+    E, decodable = datc.vocabulary_embeddings(policy, reward, table, 5, {1})
+    assert E.flatten().tolist() == [0.0, 7.0, 2.0, 5.0, 0.0]               # end = end, "ab" = mean(a, b)
+    assert decodable.tolist() == [False, True, True, True, False]          # "?" is special, id 4 unused
+    # The other way round, and cut off before its end: the letters share the gradient of their word.
+    own, shares = datc.respell(reward, policy, [2, 3, 5, 4], {1})
+    assert own == [2, 3]
+    assert shares.tolist() == [[0.5, 0], [0.5, 0], [0, 0], [0, 1]]
+    own, shares = datc.respell(policy, reward, [1], {1})                   # nothing but the end
+    assert own == [1] and shares.tolist() == [[1]]
+    own, shares = datc.respell(policy, reward, [0], {1})                   # nothing at all
+    assert own == [] and shares.shape == (1, 0)
 
 
 def test_a_character_in_several_tokens():
-    """Byte tokens: a token that is half a character is undecodable, the character still has its place in the text."""
-    byte = pre_tokenizers.ByteLevel.alphabet()
-    core = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(byte) + ["</s>"])}, []))
+    """Byte tokens: half a character is undecodable, and the whole one still has its place in the text."""
+    core = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()) + ["</s>"])}, []))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     policy = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
     ids = policy("a é.", add_special_tokens=False)["input_ids"]            # "é" is two bytes
-    assert len(ids) == 5
-    reward_ids, spans, reward_spans = datc.respell(policy, word_tokenizer(["a", "é", "."], split=""), ids, set())
-    assert reward_ids == [2, 1, 3, 4]
-    assert spans.tolist() == [[0, 1], [1, 2], [2, 3], [3, 3], [3, 4]]
-    E, decodable = datc.vocabulary_embeddings(policy, policy, torch.randn(len(policy), 2), len(policy), set())
-    assert not decodable[ids[2]] and not decodable[ids[3]] and decodable[ids[0]] and not decodable[policy.eos_token_id]
+    own, shares = datc.respell(policy, word_tokenizer(["a", "é", ".", " "], split=""), ids, set())
+    assert own == [2, 5, 3, 4]
+    assert shares.tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
+    E, decodable = datc.vocabulary_embeddings(policy, word_tokenizer(["a"]), torch.randn(3, 2), len(policy), set())
+    assert decodable[ids[0]] and not decodable[ids[2]] and not decodable[ids[3]] and not decodable[policy.eos_token_id]
     assert (E[ids[2]] == 0).all()
+
+
+# ---- a rollout's scores ---------------------------------------------------------------------------------------------
+def scored_rollout(args, policy, reward, model, texts, same=None):
+    ids = [policy(text, add_special_tokens=False)["input_ids"] + [policy.eos_token_id] for text in texts]
+    completion, mask = common.pad_right(ids, policy.pad_token_id)
+    empty = torch.zeros(len(ids), 1, dtype=torch.long)
+    rollout = common.Rollout(empty, empty, completion, mask, torch.arange(len(ids)) // 2, empty[:, 0] > 0, texts)
+    problems = [{"question": f"{name} has 5"} for name in ("ann", "8")]
+    same = policy.get_vocab() == reward.get_vocab() if same is None else same
+    return ids, *datc.judge(model, reward, policy, rollout, problems, args, {policy.eos_token_id}, same)
+
+
+TEXTS = ["ann has 8", "8 apples .", "has", "ann has 5 apples . 5"]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 100])
+def test_judge_scores_prefix_and_sampled_ids(micro_batch):
+    args = datc.Args(micro_batch=micro_batch, instruction="", device="cpu")
+    policy, model = word_tokenizer(WORDS), reward_model(vocab=8)
+    ids, rewards, g, scored = scored_rollout(args, policy, policy, model, TEXTS)
+    for i, own in enumerate(ids):
+        row = torch.tensor([policy("ann has 5" if i < 2 else "8 has 5")["input_ids"] + own])
+        score, gradient = datc.score_and_gradient(model, row, torch.ones_like(row))
+        torch.testing.assert_close(rewards[i], score[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(g[i, :len(own)], gradient[0, 3:], atol=1e-5, rtol=1e-4)
+        assert (g[i, len(own):] == 0).all() and scored[i].sum() == len(own)
+    args.lam = 0.0                                                         # the same scores without a backward pass
+    _, plain, none, _ = scored_rollout(args, policy, policy, model, TEXTS)
+    torch.testing.assert_close(plain, rewards, atol=1e-5, rtol=1e-5)
+    assert (none == 0).all()
+
+
+def test_judge_with_another_tokenizer_agrees_where_tokens_do():
+    args = datc.Args(instruction="", device="cpu")
+    policy, model = word_tokenizer(WORDS), reward_model(vocab=8)
+    _, rewards, g, scored = scored_rollout(args, policy, policy, model, TEXTS)
+    _, rewards2, g2, scored2 = scored_rollout(args, policy, policy, model, TEXTS, same=False)
+    torch.testing.assert_close(rewards2, rewards)
+    torch.testing.assert_close(g2, g)
+    assert torch.equal(scored2, scored)
+
+
+def test_judge_past_the_length_limit_and_without_a_score():
+    args = datc.Args(instruction="", device="cpu")
+    policy, model = word_tokenizer(WORDS), reward_model(vocab=8)
+    whole = scored_rollout(args, policy, policy, model, TEXTS)
+    model.config.max_position_embeddings = 6                               # 3 for the question, 3 for the response
+    ids, rewards, g, scored = scored_rollout(args, policy, policy, model, TEXTS)
+    assert scored.sum(1).tolist() == [3, 3, 2, 3]
+    assert (g[scored == 0] == 0).all() and (g[scored > 0] != 0).any(-1).all()
+    torch.testing.assert_close(rewards[2], whole[1][2])                    # "has" fits
+    row = torch.tensor([policy("ann has 5")["input_ids"] + ids[0][:3]])
+    torch.testing.assert_close(rewards[0], model(input_ids=row).logits[0, 0].detach(), atol=1e-5, rtol=1e-5)
+    model.config.max_position_embeddings = 3                               # no room for any response
+    _, rewards, g, scored = scored_rollout(args, policy, policy, model, TEXTS)
+    assert rewards.isnan().all() and (scored == 0).all() and (g == 0).all()
+    model.config.max_position_embeddings = 64
+    model.get_input_embeddings().weight.data[policy.convert_tokens_to_ids("apples")] = math.inf
+    _, rewards, g, scored = scored_rollout(args, policy, policy, model, TEXTS)
+    assert rewards.isnan().tolist() == [False, True, False, True]          # unscorable, not infinitely good
+    advantages = common.group_advantages(rewards, torch.tensor([0, 0, 1, 1]))
+    assert (advantages == 0).all()
+    w = datc.credit_weights(g.sum(-1), advantages, scored, scored=scored)
+    assert torch.equal(w, scored)
+
+
+# ---- the script -----------------------------------------------------------------------------------------------------
+FLAGS = ["--reward-steps", "3"]
+
+
+@pytest.fixture
+def train(tmp_path, toy_checkpoints, monkeypatch):
+    """train(module, "--name", "x", ...) runs a script's loop here, small, and returns its run folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(module, *flags):
+        flags = ["--checkpoints", str(toy_checkpoints), "--warmup-steps", str(WARMUP), "--prompts-per-step", "4", "--group-size", "4",
+                 "--eval-problems", "4", "--eval-samples", "2", "--eval-every", "0", *(FLAGS if module is datc else []), *flags]
+        args = common.parse_args(module.Args, module.TOY, flags)
+        module.train(args)
+        return tmp_path / "runs" / args.name
+    return run
+
+
+def columns(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+def verifiable(reward_model, reward_tokenizer, policy_tokenizer, rollout, problems, args, eos_ids, same_tokens):
+    """Stands in for `judge`: grpo.py's own rewards, and a random gradient."""
+    rewards = [common.reward_correct(t, problems[g]) for t, g in zip(rollout.texts, rollout.group_ids.tolist())]
+    g = torch.randn(*rollout.completion_mask.shape, reward_model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    return torch.tensor(rewards), g, torch.ones_like(rollout.completion_mask)
+
+
+def test_neutral_setting_is_the_base_bit_for_bit(train, monkeypatch):
+    """lam 0 with grpo.py's rewards: the same loss, gradient norm and weights as grpo.py, and no credit is computed."""
+    monkeypatch.setattr(datc, "judge", verifiable)
+    options = ["--steps", "2", "--inner-iterations", "2", "--mini-batches", "2", "--micro-batch", "8"]
+    credited = train(datc, "--name", "credited", *options)
+    monkeypatch.setattr(datc, "work_from_hidden", None)
+    neutral, base = train(datc, "--name", "neutral", "--lam", "0", *options), train(grpo, "--name", "base", *options)
+    assert columns(neutral) == columns(base)
+    a, b, c = (load_file(f / "checkpoint" / "model.safetensors") for f in (neutral, base, credited))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert not all(torch.equal(a[k], c[k]) for k in a)
+    first, last = columns(credited)[1], columns(credited)[-1]
+    assert float(first["weight_std"]) > 0.1 and 0 < float(last["with_reward"]) < 1
+
+
+def test_resumed_run_equals_the_straight_one(train):
+    options = ["--save-every", "1", "--control", "shuffle", "--gate", "exp"]
+    straight = train(datc, "--name", "straight", "--steps", "2", *options)
+    train(datc, "--name", "halves", "--steps", "1", *options)
+    halves = train(datc, "--name", "halves", "--steps", "2", "--resume", *options)
+    a, b = (load_file(f / "checkpoint" / "model.safetensors") for f in (straight, halves))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    keep = lambda row: {k: v for k, v in row.items() if not k.startswith("eval")}
+    assert list(map(keep, columns(straight))) == list(map(keep, columns(halves)))
+
+
+def test_reward_model_of_another_tokenizer(train, tmp_path):
+    """A reward model that reads characters judges the toy's words."""
+    reward = word_tokenizer([*"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,+-=:"], split="")
+    model = reward_model(vocab=len(reward))
+    model.config.max_position_embeddings = 150                             # some responses are longer
+    model.save_pretrained(tmp_path / "characters")
+    reward.save_pretrained(tmp_path / "characters")
+    folder = train(datc, "--name", "x", "--steps", "2", "--reward-model", str(tmp_path / "characters"))
+    last = columns(folder)[-1]
+    assert math.isfinite(float(last["reward"])) and float(last["weight_std"]) > 0.1 and float(last["grad_norm"]) > 0
+
+
+def test_reward_model_is_trained_once(toy_checkpoints, tmp_path, capsys):
+    args = common.parse_args(datc.Args, datc.TOY, ["--checkpoints", str(tmp_path), "--warmup-steps", str(WARMUP)])
+    (tmp_path / f"toy-policy-2steps-{WARMUP}").symlink_to(toy_checkpoints / f"toy-policy-2steps-{WARMUP}")
+    args.reward_steps, args.reward_model = 2, "train:" + str(toy_checkpoints / f"toy-policy-2steps-{WARMUP}")
+    model, tokenizer = datc.load_reward_model(args)
+    assert "held-out pairs" in capsys.readouterr().out
+    again, _ = datc.load_reward_model(args)
+    assert "held-out pairs" not in capsys.readouterr().out                 # read back, not trained again
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    assert type(model) is Qwen3ForSequenceClassification and model.config.num_labels == 1
+
+
+def test_script_two_steps(run_script, tmp_path):
+    run_script("datc.py", "--steps", 2, "--name", "a", *FLAGS)
+    for name in ("args.json", "metrics.csv", "curve.png", "credit.png", "samples.txt", "checkpoint/model.safetensors"):
+        assert (tmp_path / "runs" / "a" / name).stat().st_size > 0, name
+    assert {"reward", "accuracy", "weight_std", "with_reward", "eval_mean"} <= set(columns(tmp_path / "runs" / "a")[0])
+    assert json.loads((tmp_path / "runs" / "a" / "args.json").read_text())["lam"] == 4.0
+
+
+def test_help(run_script):
+    text = run_script("datc.py", "--help", small=False).stdout
+    assert all(f"--{name}" in text for name in datc.Args.__dataclass_fields__)
+
+
+def test_bad_input_is_one_line_and_code_2(run_script, tmp_path):
+    done = run_script("datc.py", "--reward-model", tmp_path / "nowhere", code=2)
+    error = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(error) == 1 and "nowhere" in error[0] and "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()                                # nothing was started
+
+
+def test_bad_input_says_what_to_do(train, toy_checkpoints, tmp_path):
+    policy = str(toy_checkpoints / f"toy-policy-2steps-{WARMUP}")          # a causal LM: no reward head
+    silent = tmp_path / "silent"                                           # a reward model whose tokenizer has no template
+    reward_model(vocab=8).save_pretrained(silent)
+    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(WORDS).backend_tokenizer).save_pretrained(silent)
+    small = tmp_path / "small"                                             # fewer embeddings than its tokenizer has tokens
+    reward_model(vocab=5).save_pretrained(small)
+    word_tokenizer(WORDS).save_pretrained(small)
+    for flags, words in ((["--reward-model", policy], "train:"), (["--reward-model", str(silent)], "chat template"),
+                         (["--reward-model", str(small)], "embeddings"), (["--gate", "relu"], "--gate"),
+                         (["--control", "what"], "--control"), (["--lam", "-1"], "--lam"), (["--lam", "nan"], "--lam"),
+                         (["--top-k", "0"], "--top-k"), (["--reward-model", "train:" + str(tmp_path)], str(tmp_path))):
+        with pytest.raises(common.InputError, match=words):
+            train(datc, *flags)
