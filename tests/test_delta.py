@@ -1,16 +1,21 @@
 """delta.py: the proxies against autograd, the weights against golden numbers, a slow version and every invariance."""
+import csv
+import dataclasses
 import doctest
 import inspect
-import json
 import math
-import pathlib
+import sys
+import zlib
 
 import pytest
 import torch
 
+import common
 import delta
+import grpo
+from conftest import WARMUP, golden
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "delta.json").read_text())
+GOLDEN = golden("delta")
 
 
 def slow_weights(proxies, advantages, mask, refine=1, low=0.8, high=1.2):
@@ -246,3 +251,113 @@ def test_doctests_hold_for_the_function_copied_out_alone(function):
     examples = doctest.DocTestFinder().find(alone[function.__name__], function.__name__, module=False, globs=alone)
     assert examples and examples[0].examples
     assert doctest.DocTestRunner().run(examples[0]).failed == 0
+
+# --------------------------------------------------------------------------------------------------- the whole script
+
+@pytest.fixture
+def train(toy_checkpoints, tmp_path, monkeypatch):
+    """train(script module, argument=value ...) -> (CSV rows of the steps, final weights, Adam's state), a small run."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(script, base=None, **settings):
+        flags = ["--checkpoints", str(toy_checkpoints), "--warmup-steps", str(WARMUP), "--eval-every", "0"]
+        args = common.parse_args(script.Args, script.TOY, flags)
+        if base is not None:                                         # take over whatever both scripts have
+            shared = {f.name for f in dataclasses.fields(script.Args)} & {f.name for f in dataclasses.fields(base.Args)}
+            theirs = common.parse_args(base.Args, base.TOY, flags)
+            args = dataclasses.replace(args, **{name: getattr(theirs, name) for name in shared})
+        small = dict(steps=1, prompts_per_step=4, group_size=4, eval_problems=1, eval_samples=1, learning_rate=1e-3,
+                     max_new_tokens=10, temperature=2.0)
+        # A reward that any two texts differ in: so every group has signal, in ten tokens and without a trained policy.
+        monkeypatch.setattr(script, "reward_correct", lambda text, problem: zlib.crc32(text.encode()) / 2 ** 32)
+        for slow in ("picture", "plot_curve"):
+            monkeypatch.setattr(script, slow, lambda *_: None)
+        name = f"run{len(list(tmp_path.glob('runs/*')))}"
+        script.train(dataclasses.replace(args, name=name, **{**small, **settings}))
+        folder = tmp_path / "runs" / name
+        rows = list(csv.DictReader((folder / "metrics.csv").open(newline="")))[1:]
+        weights = common.load_policy(args, folder / "checkpoint")[0].state_dict()
+        state = torch.load(folder / "checkpoint" / "optimizer.pt", weights_only=True)["state"]
+        return rows, weights, {(i, key): value for i, entry in state.items() for key, value in entry.items()}
+    return run
+
+
+def bit_equal(one, other):
+    """Same losses and gradient norms in the CSV, same weights, same moments of every gradient."""
+    columns = [column for column in other[0][0] if column != "seconds"]
+    same = lambda a, b: a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    return ([[row[c] for c in columns] for row in one[0]] == [[row[c] for c in columns] for row in other[0]]
+            and same(one[1], other[1]) and same(one[2], other[2]))
+
+
+@pytest.mark.parametrize("aggregate, beta", [("token", 0.0), ("sequence", 0.04)])
+def test_the_neutral_setting_is_grpo_bit_for_bit(train, aggregate, beta):
+    base = train(grpo, base=delta, aggregate=aggregate, beta=beta)
+    assert bit_equal(train(delta, low=1.0, high=1.0, aggregate=aggregate, beta=beta), base)
+    assert not bit_equal(train(delta, aggregate=aggregate, beta=beta), base)
+    assert all(float(row["grad_norm"]) > 0 for row in base[0])       # something was learnt in between
+
+
+def test_weights_come_from_the_whole_batch_once_and_from_no_extra_forward(train, monkeypatch):
+    """Whatever the mini- and micro-batches: one call with all 16 responses, one scoring pass, sign of A kept."""
+    calls, passes, used = [], [], []
+    real_weights, real_score, real_loss = delta.credit_weights, delta.score, delta.clipped_kl_loss
+
+    def weigh(proxies, advantages, mask, *settings):
+        assert torch.equal(proxies, delta.token_proxies(passes[0].hidden, passes[0].logps))
+        calls.append((advantages, mask, real_weights(proxies, advantages, mask, *settings)))
+        return calls[-1][2]
+
+    def count(*args, **options):
+        passes.append(real_score(*args, **options))
+        return passes[-1]
+
+    def loss(logps, old_logps, ref_logps, advantages, mask, **options):
+        used.append(advantages)
+        return real_loss(logps, old_logps, ref_logps, advantages, mask, **options)
+
+    monkeypatch.setattr(delta, "credit_weights", weigh)
+    monkeypatch.setattr(delta, "score", count)
+    monkeypatch.setattr(delta, "clipped_kl_loss", loss)
+    losses = []
+    for micro_batch in (3, 512):
+        calls.clear(), passes.clear(), used.clear()
+        losses.append(float(train(delta, steps=1, micro_batch=micro_batch, inner_iterations=2)[0][0]["loss"]))
+        (A, mask, w), = calls
+        assert len(passes) == 1 and len(w) == 16 and A.any()
+        invariants(w, mask, 0.8, 1.2)
+        once = torch.cat(used)[:16]
+        assert torch.equal(once, A[:, None] * w) and torch.equal(torch.cat(used), once.repeat(2, 1))     # frozen
+        assert torch.equal(once.sign(), A.sign()[:, None] * mask)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_run_as_a_user_does(run_script, tmp_path):
+    done = run_script("delta.py", "--steps", 2, "--name", "a", "--group_size", 8)
+    run = tmp_path / "runs" / "a"
+    for name in ("args.json", "curve.png", "credit.png", "samples.txt", "checkpoint/model.safetensors"):
+        assert (run / name).stat().st_size > 0, name
+    rows = list(csv.DictReader((run / "metrics.csv").open(newline="")))
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert 0 < float(rows[1]["weight_std"]) < 0.2 and "sanity" in done.stdout + done.stderr
+
+
+def test_help_names_the_arguments_of_the_method(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        common.parse_args(delta.Args, delta.TOY, ["--help"], delta.__doc__)
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("DelTA", "--refine", "--low", "--high", "the toy's preset"))
+
+
+@pytest.mark.parametrize("flags", [["--refine", "-1"], ["--low", "0"], ["--low", "1.5"], ["--high", "0.5"]])
+def test_bad_input_is_one_line_and_code_2(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["delta.py", *flags])
+    with pytest.raises(SystemExit) as stop:
+        common.main(delta.train, delta.Args, delta.TOY, delta.__doc__)
+    assert stop.value.code == 2 and capsys.readouterr().err == "error: needs --refine >= 0 and 0 < --low <= --high\n"
+
+
+def test_base_settings_are_the_documented_ones():
+    base = dict(scale="std", clip_low=0.2, clip_high=0.28, dual_clip=10.0, beta=0.0, aggregate="token", mini_batches=4,
+                inner_iterations=1, learning_rate=1e-6, max_grad_norm=1.0, refine=1, low=0.8, high=1.2)
+    assert {name: getattr(delta.Args(), name) for name in base} == base

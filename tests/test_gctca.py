@@ -1,16 +1,23 @@
 """gctca.py: both contrasts and the ranks against golden numbers, plain counting, and every property they promise."""
+import csv
+import dataclasses
 import doctest
 import inspect
 import json
 import math
-import pathlib
+import sys
+import warnings
+import zlib
 
 import pytest
 import torch
 
+import common
 import gctca
+import grpo
+from conftest import WARMUP, golden
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "gctca.json").read_text())
+GOLDEN = golden("gctca")
 PROMPT_CASES = [case for case in GOLDEN if "logp_pos" in case]
 GROUP_CASES = [case for case in GOLDEN if case.get("fn") == "group_divergence"]
 WORKED = GROUP_CASES[0]                                              # "What is 15 × 23?", two right, two wrong
@@ -288,7 +295,7 @@ def test_arguments_are_left_alone_and_weights_carry_no_gradient():
 def test_errors_say_what_is_wrong():
     with pytest.raises(ValueError, match="differ in shape"):
         gctca.guidance_divergence(torch.zeros(2, 3), torch.zeros(2, 4))
-    with pytest.raises(ValueError, match="differ in shape"):
+    with pytest.raises(ValueError, match="of one shape"):
         gctca.credit_weights(torch.zeros(2, 3), torch.zeros(2, 4))
     for top, mass in ((0.8, 0.4), (0.0, 0.5), (0.4, 1.0)):
         with pytest.raises(ValueError, match="top <= mass"):
@@ -306,3 +313,180 @@ def test_doctests_hold_for_the_function_copied_out_alone(function):
     examples = doctest.DocTestFinder().find(alone[function.__name__], function.__name__, module=False, globs=alone)
     assert examples and examples[0].examples
     assert doctest.DocTestRunner().run(examples[0]).failed == 0
+
+# --------------------------------------------------------------------------------------------------- the whole script
+
+@pytest.fixture
+def train(toy_checkpoints, tmp_path, monkeypatch):
+    """train(script module, argument=value ...) -> (CSV rows of the steps, final weights, Adam's state), a small run."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(script, base=None, **settings):
+        flags = ["--checkpoints", str(toy_checkpoints), "--warmup-steps", str(WARMUP), "--eval-every", "0"]
+        args = common.parse_args(script.Args, script.TOY, flags)
+        if base is not None:                                         # take over whatever both scripts have
+            shared = {f.name for f in dataclasses.fields(script.Args)} & {f.name for f in dataclasses.fields(base.Args)}
+            theirs = common.parse_args(base.Args, base.TOY, flags)
+            args = dataclasses.replace(args, **{name: getattr(theirs, name) for name in shared})
+        small = dict(steps=1, prompts_per_step=4, group_size=4, eval_problems=1, eval_samples=1, learning_rate=1e-3,
+                     max_new_tokens=10, temperature=2.0)
+        # A reward that any two texts differ in: so every group has signal, in ten tokens and without a trained policy.
+        monkeypatch.setattr(script, "reward_correct", lambda text, problem: zlib.crc32(text.encode()) / 2 ** 32)
+        for slow in ("picture", "plot_curve"):
+            monkeypatch.setattr(script, slow, lambda *_: None)
+        name = f"run{len(list(tmp_path.glob('runs/*')))}"
+        script.train(dataclasses.replace(args, name=name, **{**small, **settings}))
+        folder = tmp_path / "runs" / name
+        rows = list(csv.DictReader((folder / "metrics.csv").open(newline="")))[1:]
+        weights = common.load_policy(args, folder / "checkpoint")[0].state_dict()
+        state = torch.load(folder / "checkpoint" / "optimizer.pt", weights_only=True)["state"]
+        return rows, weights, {(i, key): value for i, entry in state.items() for key, value in entry.items()}
+    return run
+
+
+def bit_equal(one, other):
+    """Same losses and gradient norms in the CSV, same weights, same moments of every gradient."""
+    columns = [column for column in other[0][0] if column != "seconds"]
+    same = lambda a, b: a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    return ([[row[c] for c in columns] for row in one[0]] == [[row[c] for c in columns] for row in other[0]]
+            and same(one[1], other[1]) and same(one[2], other[2]))
+
+
+def sampled(toy):
+    """(rollout, batch, model, tokenizer, args) of four problems of unequal length, four responses each."""
+    model, tokenizer, _ = toy
+    args = gctca.Args(max_new_tokens=24, micro_batch=5, chunk_size=64, sample_batch=64, instruction="", device="cpu")
+    problems = common.story_problems(3, 3) + common.story_problems(1, 4, steps=1)
+    batch = common.encode_prompts(tokenizer, problems, args)
+    torch.manual_seed(0)
+    return common.generate(model, tokenizer, [p["prompt_ids"] for p in batch], 4, args), batch, model, tokenizer, args
+
+
+@pytest.mark.parametrize("guidance", ["prompt", "group"])
+def test_the_neutral_setting_is_grpo_bit_for_bit(train, guidance):
+    base = train(grpo, base=gctca)
+    assert bit_equal(train(gctca, guidance=guidance, top=0.5, mass=0.5), base)
+    assert not bit_equal(train(gctca, guidance=guidance), base)
+    assert all(float(row["grad_norm"]) > 0 for row in base[0])
+
+
+def test_a_model_that_ignores_the_negative_prompt_is_reported(train):
+    """An empty negative instruction is the strongest case: the same prompt, so weights of exactly 1, and a warning."""
+    with pytest.warns(UserWarning, match="ignores it"):
+        same = train(gctca, negative_instruction="")
+    assert bit_equal(same, train(grpo, base=gctca)) and same[0][0]["divergence_zero"] == "1"
+    mask, k = torch.ones(1, 100), torch.zeros(1, 100)
+    k[0, :10], k[0, :2] = 0.5, 10.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stats = gctca.divergence_stats(k, mask, "prompt")            # 90 % of zeros: not yet
+        gctca.divergence_stats(k * 0, mask, "group")                 # normal there
+    assert stats == pytest.approx({"divergence": 0.24, "divergence_capped": 0.02, "divergence_zero": 0.9})
+
+
+def test_the_negative_prompt_is_the_problem_plus_the_instruction_through_the_template_once(toy):
+    rollout, batch, model, tokenizer, args = sampled(toy)
+    args.instruction = "How many now?"
+    negative = gctca.negative_rollout(rollout, batch, tokenizer, args)
+    for i, g in enumerate(rollout.group_ids.tolist()):
+        text = tokenizer.decode(negative.prompt_ids[i][negative.prompt_mask[i].bool()])
+        assert text == f"<user>{batch[g]['question']} How many now? Give a wrong answer.<assistant>"
+    assert negative.completion_ids is rollout.completion_ids and negative.completion_mask is rollout.completion_mask
+    scored = common.score(model, negative, args).logps                                       # (N,T)
+    for i in (0, 5, 15):                                             # alone and without padding: the same numbers
+        n = int(rollout.completion_mask[i].sum())
+        ids = torch.cat([negative.prompt_ids[i][negative.prompt_mask[i].bool()], rollout.completion_ids[i, :n]])[None]
+        with torch.no_grad():
+            logps = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[-n:, 0]
+        close(scored[i, :n], logps, 1e-4)
+
+
+def test_the_group_contrast_of_a_rollout_is_that_of_each_of_its_groups(toy):
+    rollout, batch, *_ = sampled(toy)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(1))                   # interleave the groups
+    fields = ("completion_ids", "completion_mask", "group_ids")
+    rollout = dataclasses.replace(rollout, **{name: getattr(rollout, name)[order] for name in fields})
+    A = torch.randn(16, generator=torch.Generator().manual_seed(2))
+    A[3] = 0
+    logps = -torch.rand(rollout.completion_mask.shape) * rollout.completion_mask
+    k = gctca.rollout_divergence(rollout, batch, A, logps)
+    assert (k[rollout.completion_mask == 0] == 0).all() and (k > 0).any()
+    for g, problem in enumerate(batch):
+        rows = [i for i in range(16) if rollout.group_ids[i] == g]
+        lengths = [int(rollout.completion_mask[i].sum()) for i in rows]
+        completions, old = ([x[i, :n].tolist() for i, n in zip(rows, lengths)] for x in (rollout.completion_ids, logps))
+        want = slow_group(problem["prompt_ids"], completions, A[rows].tolist(), old)
+        for i, n, values in zip(rows, lengths, want):
+            close(k[i, :n], f64(values).float(), 1e-5)
+
+
+@pytest.mark.parametrize("guidance, scoring_passes", [("prompt", 2), ("group", 1)])
+def test_weights_come_once_per_batch_from_the_old_policy(train, monkeypatch, guidance, scoring_passes):
+    calls, passes, used = [], [], []
+    real_weights, real_score, real_loss = gctca.credit_weights, gctca.score, gctca.clipped_kl_loss
+
+    def weigh(divergence, mask, *settings):
+        if guidance == "prompt":
+            assert torch.equal(divergence, gctca.guidance_divergence(passes[0].logps, passes[1].logps))
+        calls.append((mask, real_weights(divergence, mask, *settings)))
+        return calls[-1][1]
+
+    def count(*args, **options):
+        passes.append(real_score(*args, **options))
+        return passes[-1]
+
+    def loss(logps, old_logps, ref_logps, advantages, mask, **options):
+        used.append(advantages)
+        return real_loss(logps, old_logps, ref_logps, advantages, mask, **options)
+
+    monkeypatch.setattr(gctca, "credit_weights", weigh)
+    monkeypatch.setattr(gctca, "score", count)
+    monkeypatch.setattr(gctca, "clipped_kl_loss", loss)
+    losses = []
+    for micro_batch in (3, 512):
+        calls.clear(), passes.clear(), used.clear()
+        rows, *_ = train(gctca, steps=1, guidance=guidance, micro_batch=micro_batch, inner_iterations=2)
+        losses.append(float(rows[0]["loss"]))
+        (mask, w), = calls
+        assert len(passes) == scoring_passes and len(w) == 16
+        torch.testing.assert_close(w.sum(1), mask.sum(1), rtol=1e-5, atol=0)
+        once = torch.cat(used)[:16]
+        assert once.any() and torch.equal(torch.cat(used), once.repeat(2, 1))               # frozen over the iterations
+        A = once.sum(1) / mask.sum(1)                                                        # as w has mean 1
+        close(once, A[:, None] * w, 1e-5)
+        assert torch.equal(once.sign(), A.sign()[:, None] * mask)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_run_as_a_user_does(run_script, tmp_path):
+    done = run_script("gctca.py", "--steps", 2, "--name", "a", "--group_size", 8)
+    run = tmp_path / "runs" / "a"
+    for name in ("args.json", "curve.png", "credit.png", "samples.txt", "checkpoint/model.safetensors"):
+        assert (run / name).stat().st_size > 0, name
+    rows = list(csv.DictReader((run / "metrics.csv").open(newline="")))
+    assert [row["step"] for row in rows] == ["0", "1", "2"] and "sanity" in done.stdout + done.stderr
+    assert 0 < float(rows[1]["divergence"]) < 10 and 0 <= float(rows[1]["divergence_zero"]) < 1
+    assert 0 <= float(rows[1]["divergence_capped"]) < 0.5
+
+
+def test_help_names_the_arguments_of_the_method(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        common.parse_args(gctca.Args, gctca.TOY, ["--help"], gctca.__doc__)
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("GCTCA", "--guidance", "--negative_instruction", "--top", "--mass", "preset"))
+
+
+@pytest.mark.parametrize("flags", [["--guidance", "both"], ["--top", "0"], ["--top", "0.9"], ["--mass", "1"]])
+def test_bad_input_is_one_line_and_code_2(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gctca.py", *flags])
+    with pytest.raises(SystemExit) as stop:
+        common.main(gctca.train, gctca.Args, gctca.TOY, gctca.__doc__)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error == "error: needs --guidance prompt or group, and 0 < --top <= --mass < 1\n"
+
+
+def test_base_settings_are_the_documented_ones():
+    base = dict(scale="std", clip_low=0.2, clip_high=0.28, dual_clip=3.0, beta=0.0, aggregate="token", mini_batches=3,
+                inner_iterations=1, learning_rate=1e-6, max_grad_norm=1.0, guidance="prompt", top=0.4, mass=0.8,
+                negative_instruction="Give a wrong answer.")
+    assert {name: getattr(gctca.Args(), name) for name in base} == base
