@@ -375,8 +375,11 @@ def test_a_model_that_ignores_the_negative_prompt_is_reported(train):
     with pytest.warns(UserWarning, match="ignores it"):
         same = train(gctca, negative_instruction="")
     assert bit_equal(same, train(grpo, base=gctca)) and same[0][0]["divergence_zero"] == "1"
-    mask, k = torch.ones(1, 100), torch.zeros(1, 100)
-    k[0, :10], k[0, :2] = 0.5, 10.0
+
+
+def test_health_metrics_count_valid_tokens_only():
+    mask, k = prefix_mask([100], 130), torch.zeros(1, 130)
+    k[0, :10], k[0, :2], k[0, 100:] = 0.5, 10.0, 7.0                 # the last thirty are padding
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stats = gctca.divergence_stats(k, mask, "prompt")            # 90 % of zeros: not yet
