@@ -67,7 +67,7 @@ def bench(name, args, pairs):
         (_, gradients, scored), both = timed(lambda: judge(4.0))
         base, row = sampling + scoring + updating, {}
         row["delta"] = timed(lambda: delta.credit_weights(delta.token_proxies(old.hidden, old.logps), advantages, mask))[1] / base
-        row["gctca group"] = timed(lambda: gctca.credit_weights(gctca.rollout_divergence(rollout, batch, advantages, old.logps, args), mask))[1] / base
+        row["gctca group"] = timed(lambda: gctca.credit_weights(gctca.rollout_divergence(rollout, batch, advantages, old.logps), mask))[1] / base
         row["gctca prompt"] = timed(lambda: gctca.credit_weights(gctca.guidance_divergence(
             old.logps, common.score(model, gctca.negative_rollout(rollout, batch, tokenizer, args), args).logps), mask))[1] / base
         projection = timed(lambda: datc.credit_weights(datc.work_from_hidden(
