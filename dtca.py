@@ -1,75 +1,139 @@
-"""DTCA: of the tokens that a diffusion model commits, which ones made the others easier?
+"""DTCA: denoising token credit assignment for masked diffusion models.
 
-**The idea.** A masked diffusion model writes a response in any order: each denoising step commits a few tokens, and some
-commits (a number, a verb) settle much of what is still masked, others (a full stop) settle nothing. DTCA measures once,
-before training, how much each *part of speech* adds to the confidence of the rest, and gives tokens credit in that
-proportion, on the steps where hard commits happen. A calibration then balances the tokens that would raise the policy's
-entropy against those that would lower it, so that sharper credit does not make the policy collapse or drift.
+The idea. A diffusion model writes a response in steps; some of the tokens that it writes (a number, a verb) settle much
+of what is still masked, others (a full stop) nothing. DTCA measures once, before training, how much each part of speech
+adds to the confidence of the rest; tokens get credit in that proportion, on the steps with the hardest commits. Then a
+calibration balances the tokens whose update raises the policy's entropy against those whose update lowers it.
 
-**The equation**, for a token i of class pos(i) that step t commits (T_t: all the tokens it commits):
+    c_i    = max(0, sum over masked j != i of [ max_u p(u | x with i) - max_u p(u | x) ]_j)   measured before training
+    w_pos  = min-max of the mean c of each class to [0.8, 1.2];   alpha_i = w_pos(i) / mean of w_pos over T_t
+    T_t    = what step t wrote, for the fewest t with 70 % of the sum of S_t = sum over T_t of w_pos(i) (1 - p_i)
+    d_i    = change of the entropy at i along A alpha_i;   lam = (N - P) / (N + P),   P, N: masses of d > 0 and d < 0
+    w_i    = (1 + lam) alpha_i where d > 0, (1 - lam) alpha_i where d < 0, rescaled to the same total
+    L      = mean over responses of mean over their chosen t of mean over T_t of [ the clipped loss of grpo.py ]
 
-    c_i      = max(0, sum over masked j != i of  [ max_u p(u | x with i) - max_u p(u | x) ]_j )     measured offline
-    w_pos    = min-max of the mean c of each class, to [0.8, 1.2]           alpha_i = w_pos(i) / mean of w_pos over T_t
-    d_i      = change of the entropy at i along the update alpha_i A        lam = (N - P) / (N + P),  P, N: sums of d > 0, d < 0
-    alpha''  = alpha (1 + lam) where d > 0, alpha (1 - lam) where d < 0,    rescaled to the same total
-    L        = mean over responses of the mean over chosen steps of the mean over T_t of [ clipped loss with alpha'' A ]
+What differs from grpo.py: the model and its sampler; a token is scored in the very state in which it was written, so
+step 5 runs over states, a row per chosen step, instead of responses; in step 4 the weights above instead of 1.
+
+Where it comes from. A public summary of the paper (its text could not be read): the contributions, the class weights, the
+choice of steps, the calibration, the opefo estimate of d. Ours: what the targets of a step are, the exact d (the default),
+the weights 1/|T_t| inside the calibration, and the base: std advantages, clip, beta, one update per rollout.
+Its claims, to be checked: without credit gradient norms are larger (grad_norm, against a run of --no-credit), without
+calibration the KL grows faster (kl, --no-calibration). Published, and not reproduced here: MATH500 39.8 / 43.2 / 44.0 at
+length 128 / 256 / 512 (base 30.8 / 36.4 / 39.2), GSM8K 80.6 / 85.3 / 85.4 (base 75.3 / 83.2 / 82.9).
+
+Run it on a CPU (a toy that is trained and improved in a few minutes, no download):
+
+    python dtca.py                                              all of it
+    python dtca.py --pos-low 1 --pos-high 1 --no-calibration    the base: a plain step-selected loss
+
+and on one GPU with a real checkpoint (needs a hub, and pip install spacy && python -m spacy download en_core_web_sm):
+
+    python dtca.py --model dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1 --data openai/gsm8k:main --max-new-tokens 256
 """
 import csv
+import dataclasses
 import json
-import math
 import re
-from collections import Counter
+import statistics
+from collections import Counter, namedtuple
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from common import InputError, completion_mask, pad_left, sample_diffusion
+from common import (DiffusionArgs, InputError, Meter, Run, at_budget, chunked_logps, clipped_kl_loss, draw_batch,
+                    encode_prompts, evaluate, freeze, generate, group_advantages, load_diffusion_policy, load_problems,
+                    main, picture, plot_curve, plot_denoising, reward_correct, step_metrics)
 
 
-# ------------------------------------------------------------------------------------------ the method's pure functions
+@dataclass
+class Args(DiffusionArgs):
+    """DTCA's own settings; defaults for real models. The toy's are in TOY below."""
+    table: str | None = field(default=None, metadata={"help": "an earlier run's table.json; default: measure"})
+    table_rollouts: int = field(default=128, metadata={"help": "responses to measure the table on (summary)"})
+    tagger: str = field(default="en_core_web_sm", metadata={"help": "a spaCy model, or 'words': the toy's word list"})
+    pos_low: float = field(default=0.8, metadata={"help": "weight of the class that contributes least (summary)"})
+    pos_high: float = field(default=1.2, metadata={"help": "weight of the class that contributes most (summary)"})
+    no_credit: bool = field(default=False, metadata={"help": "ablation: alpha = 1, the same steps"})
+    step_mass: float = field(default=0.7, metadata={"help": "share of the scores that chosen steps reach (summary)"})
+    min_steps: int = field(default=2, metadata={"help": "least steps to choose in a response (summary)"})
+    max_steps: int = field(default=32, metadata={"help": "most steps to choose in a response (summary)"})
+    estimator: str = field(default="exact", metadata={"help": "of the entropy change: exact (ours) or opefo (summary)"})
+    no_calibration: bool = field(default=False, metadata={"help": "ablation: lam = 0"})
+    scale: str = field(default="std", metadata={"help": "advantage divided by the group's 'std' (ours) or by 'none'"})
+    clip_low: float = field(default=0.2, metadata={"help": "lower clip range (ours)"})
+    clip_high: float = field(default=0.2, metadata={"help": "upper clip range (ours)"})
+    dual_clip: float | None = field(default=None, metadata={"help": "c > 1 bounds the loss of bad tokens; off"})
+    beta: float = field(default=0.01, metadata={"help": "weight of the KL to the starting model (ours); 0: none"})
+    kl: str = field(default="k3", metadata={"help": "KL estimate in the loss: k3, k2 or k1, as in grpo.py"})
+    inner_iterations: int = field(default=1, metadata={"help": "passes over a rollout batch (ours)"})
+    mini_batches: int = field(default=1, metadata={"help": "optimiser steps in a pass"})
+    learning_rate: float = field(default=1e-6, metadata={"help": "AdamW, constant (ours)"})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "gradient clipping (usual)"})
+
+
+# The toy is tiny and starts from random weights, so it takes larger steps on more samples.
+TOY = dict(steps=40, prompts_per_step=32, max_new_tokens=24, inner_iterations=4, learning_rate=3e-4, micro_batch=512,
+           sample_batch=4096, chunk_size=4096, eval_problems=128, eval_samples=8, warmup_steps=800, tagger="words",
+           table_rollouts=64)
+
+
+def check_options(args):
+    """Arguments that only this script has."""
+    for name, allowed in (("scale", ("std", "none")), ("kl", ("k1", "k2", "k3")), ("estimator", ("exact", "opefo"))):
+        if getattr(args, name) not in allowed:
+            raise InputError(f"--{name} must be one of {', '.join(allowed)}, not {getattr(args, name)}")
+    if not 0 < args.clip_low < 1 or args.clip_high <= 0 or args.beta < 0 or (args.dual_clip is not None and args.dual_clip <= 1):
+        raise InputError("needs 0 < --clip-low < 1, --clip-high > 0, --beta >= 0 and --dual-clip > 1")
+    if not 0 < args.pos_low <= args.pos_high:
+        raise InputError("needs 0 < --pos-low <= --pos-high: a class of weight 0 would never be trained")
+    if not 0 < args.step_mass <= 1 or not 1 <= args.min_steps <= args.max_steps or args.table_rollouts < 1:
+        raise InputError("needs 0 < --step-mass <= 1, 1 <= --min-steps <= --max-steps and --table-rollouts >= 1")
+
+
+# ---- the formulas ------------------------------------------------------------------------------------------
 
 def contributions(lm, ids, attention_mask, masked, commits):
-    """What each candidate commit does to the confidence of the other masked positions, each candidate evaluated alone.
+    """How much each candidate commit adds to the confidence at the other masked positions, each candidate alone.
 
-    ``c_i = max(0, sum over j in M without i of (max_u p(u | x with i)_j - max_u p(u | x)_j))``, M the masked positions.
+        c_i = max(0, sum over j in M without i of [ max_u p(u | x with i)_j - max_u p(u | x)_j ]),   M: masked positions
 
-    lm: anything with ``mask_id`` and ``logits(ids, attention_mask) -> (rows,L,V)``. ids: (B,L) the finished sequences.
-    attention_mask: (B,L) or None. masked: (B,L) bool, what is still hidden in each state. commits: (B,L) bool, the
-    candidates, a part of masked. One forward of B + C rows, C = commits.sum(); split B if that is too many.
-    Returns three (C,) vectors in the order of ``commits.nonzero()``: the contribution (in units of probability, summed
-    over positions), and, from the state before the commit, the probability of the token and the entropy (nats) there.
-    Raises ValueError when a candidate is not masked. Source: public summary.
+    Args: lm: has mask_id and logits(ids, attention_mask) -> (rows,L,V); ids (B,L): the finished sequences;
+    attention_mask (B,L) or None; masked (B,L) bool: what each state hides; commits (B,L) bool: the C candidates.
+    Returns three (C,) vectors in the order of commits.nonzero(): c (probability, summed over positions) and, before the
+    commit, the token's probability and the entropy there (nats). One forward of B + C rows.
+    Raises ValueError when a candidate is not masked. Source: summary.
     """
     if (commits & ~masked).any():
         raise ValueError("a candidate commit must be a masked position of its state")
-    row, position = commits.nonzero(as_tuple=True)                                     # (C,) each
-    state = ids.masked_fill(masked, lm.mask_id)                                        # (B,L)    x
-    after = state[row]                                                                 # (C,L)    x with i := y_i ...
-    after[torch.arange(len(row)), position] = ids[row, position]                       #          ... one commit per row
+    row, place = commits.nonzero(as_tuple=True)                                           # (C,) each
+    candidate = torch.arange(len(row), device=row.device)                                 # (C,)
+    state = ids.masked_fill(masked, lm.mask_id)                                           # (B,L) x
+    after = state[row]                                                                    # (C,L) x with one commit each
+    after[candidate, place] = ids[row, place]
     attention = None if attention_mask is None else torch.cat([attention_mask, attention_mask[row]])
-    p = lm.logits(torch.cat([state, after]), attention).float().softmax(-1)            # (B+C,L,V)
-    top, before = p.amax(-1), p[row, position]                                         # (B+C,L) and (C,V)
-    others = masked[row]                                                               # (C,L)    M without i
-    others[torch.arange(len(row)), position] = False
-    gain = torch.where(others, top[len(ids):] - top[row], 0.0).sum(-1)                 # (C,)
-    confidence = before.gather(-1, ids[row, position].unsqueeze(-1)).squeeze(-1)       # (C,)     p(y_i | x)
-    return gain.clamp(min=0), confidence, torch.special.entr(before).sum(-1)
+    p = lm.logits(torch.cat([state, after]), attention).float().softmax(-1)               # (B+C,L,V)
+    top, before = p.amax(-1), p[row, place]                                               # (B+C,L), (C,V)
+    others = masked[row]                                                                  # (C,L) M without i
+    others[candidate, place] = False
+    gain = torch.where(others, top[len(ids):] - top[row], 0.0).sum(-1)                    # (C,)
+    return gain.clamp(min=0), before.gather(-1, ids[row, place][:, None])[:, 0], torch.special.entr(before).sum(-1)
 
 
 def pos_weights(means, low=0.8, high=1.2):
-    """Mean contribution per part-of-speech class -> weight per class, by min-max to [low, high].
+    """Mean contribution per part of speech -> weight per part of speech, by min-max to [low, high].
 
-    means: {class: mean contribution}. Returns {class: weight}; 1 for every class when all means are equal, since nothing
-    tells them apart. A class that is not in `means` is for the caller to treat as 1 (ours).
-    Raises ValueError unless 0 < low <= high: a weight of 0 would silence a class. Source: public summary.
+    means {class: mean}; all equal: 1 for each, since nothing tells them apart. (A class that is not in the table gets 1
+    in train: ours.) Raises ValueError unless 0 < low <= high. Source: summary.
 
     >>> pos_weights({"NOUN": 2.0, "VERB": 3.0, "DET": 1.0})
     {'NOUN': 1.0, 'VERB': 1.2, 'DET': 0.8}
     """
     if not 0 < low <= high:
-        raise ValueError(f"the weights must satisfy 0 < low <= high, got low={low}, high={high}")
+        raise ValueError(f"needs 0 < low <= high, not {low} and {high}")
     least, most = min(means.values(), default=0.0), max(means.values(), default=0.0)
     if most == least:
         return {name: 1.0 for name in means}
@@ -77,125 +141,124 @@ def pos_weights(means, low=0.8, high=1.2):
 
 
 def select_steps(scores, mass=0.7, low=2, high=32):
-    """The fewest steps whose scores add up to `mass` of the total: where the hard commits of a response happen.
+    """The fewest steps whose scores reach `mass` of the total: where the hard commits of a response are.
 
-    scores: one non-negative number per step that committed a valid token. low, high: least and most steps to choose (never
-    more than there are). Steps of equal score: the earlier first. Returns their indices in ascending order.
-    Source: public summary; the order of ties is ours.
+    scores: a number >= 0 per step; low, high: least and most steps (never more than there are). Of equal steps the
+    earlier comes first. Returns their indices, ascending. Source: summary; the order of ties is ours.
 
-    >>> select_steps([0.1, 0.9, 0.3, 0.2, 0.9]), select_steps([1, 0, 0, 0])      # the second: raised to two steps
+    >>> select_steps([0.1, 0.9, 0.3, 0.2, 0.9]), select_steps([1, 0, 0, 0])      # the second is raised to two steps
     ([1, 4], [0, 1])
     """
     order = sorted(range(len(scores)), key=lambda step: (-scores[step], step))
-    needed, reached, count = mass * sum(scores) * (1 - 1e-9), 0.0, 0     # 1e-9: rounding must not cost a step
+    needed, reached, count = mass * sum(scores) * (1 - 1e-9), 0.0, 0  # 1e-9: rounding must not cost a step
     while count < len(scores) and reached < needed:
         reached += scores[order[count]]
         count += 1
     return sorted(order[:min(max(count, low), high)])
 
 
+def step_credit(weight, target):
+    """alpha_i = w_pos(i) / mean of w_pos over the targets of the same step: mean 1 in each step -> (B,T), 0 elsewhere.
+
+    weight (B,T): w_pos of each token; target (B,T) bool: T_t, one step per row. Source: summary.
+
+    >>> step_credit(torch.tensor([[1.2, 0.8, 0.9]]), torch.tensor([[True, True, False]]))
+    tensor([[1.2000, 0.8000, 0.0000]])
+    """
+    mean = (weight * target).sum(1, keepdim=True) / target.sum(1, keepdim=True).clamp(min=1)  # (B,1)
+    return torch.where(target, weight / mean, 0.0)
+
+
 def entropy_change(logits, actions, advantages, estimator="exact"):
-    """How fast the entropy H of a token's distribution moves when the update pushes its logits along A (onehot(y) - p).
+    """How fast the entropy H of a token's distribution moves when its logits are pushed along A (onehot(y) - p).
 
-    ``exact``:  ``d = -A [ p_y (log p_y + H) - sum_b p_b^2 (log p_b + H) ]``, the derivative of H in that direction.
-    ``opefo``:  ``d = -A (1 - p_y)^2 (log p_y + H)``, a proxy from y's own change alone: its sign is right for two
-    tokens, not in general.
+        exact   d = -A [ p_y (log p_y + H) - sum_b p_b^2 (log p_b + H) ]     the derivative of H in that direction
+        opefo   d = -A (1 - p_y)^2 (log p_y + H)     y's own change alone: the sign is right for V = 2, not in general
 
-    logits: (...,V); -inf is allowed (the mask token). actions: (...) the tokens y. advantages: (...) A of each token,
-    credit included. Returns (...) in nats per unit of step size, detached.
-    Raises ValueError for an unknown estimator. Source: opefo is the public summary's, exact is ours.
+    logits (...,V), -inf allowed (the mask token); actions (...) y; advantages (...) A, credit included. Returns (...), in
+    nats per unit of step size, detached. Raises ValueError for other estimators. Source: opefo: summary; exact: ours.
 
     >>> entropy_change(torch.tensor([[0.8, 0.2], [0.99, 0.01]]).log(), torch.tensor([0, 1]), torch.tensor([1.0, 2.0]))
     tensor([-0.0887,  0.1801])
     """
     if estimator not in ("exact", "opefo"):
-        raise ValueError(f"unknown estimator {estimator!r}: exact or opefo")
-    log_p = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)     # (...,V)
-    p, y = log_p.exp(), actions.unsqueeze(-1)                                                        # (...,V) and (...,1)
-    H = torch.special.entr(p).sum(-1)                        # (...)    entr(p) = -p log p, 0 at p = 0
-    log_p_y, others = log_p.gather(-1, y).squeeze(-1), p.scatter(-1, y, 0.0)                         # (...) and (...,V)
-    rest = others.sum(-1)                                    # (...)    1 - p_y, with its digits kept when p_y is near 1
+        raise ValueError(f'estimator must be "exact" or "opefo", not {estimator!r}')
+    log_p = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)  # (...,V)
+    p, y = log_p.exp(), actions[..., None]                                                # (...,V), (...,1)
+    H = torch.special.entr(p).sum(-1)                                                     # (...) entr(p) = -p log p
+    log_p_y, others = log_p.gather(-1, y)[..., 0], p.scatter(-1, y, 0.0)                  # (...), (...,V)
+    rest = others.sum(-1)                                                                 # (...) 1 - p_y, exact near 0
     if estimator == "opefo":
         return -advantages * rest ** 2 * (log_p_y + H)
-    # The term b = y of the sum is taken to the first one: p_y (1 - p_y), again without subtracting two near-equal numbers.
-    first = log_p_y.exp() * rest * (log_p_y + H)                                                     # (...)
-    second = (others * (others * H.unsqueeze(-1) - torch.special.entr(others))).sum(-1)              # (...)
-    return -advantages * (first - second)
+    # The sum's term b = y goes to the first one: p_y (1 - p_y) instead of a difference of two nearly equal numbers.
+    own = log_p_y.exp() * rest * (log_p_y + H)                                            # (...)
+    return -advantages * (own - (others * (others * H[..., None] - torch.special.entr(others))).sum(-1))
 
 
 def calibrate(alpha, change, clip=0.95, weights=None):
-    """Balance one response's credit between the tokens that raise the entropy and those that lower it.
+    """Balance one response's credit between tokens that raise the entropy and tokens that lower it -> (alpha'', lam).
 
-    With P and N the masses of d > 0 and d < 0, ``lam = clip((N - P) / (N + P), -clip, clip)`` scales the first side by
-    1 + lam and the second by 1 - lam: without the clip (1+lam) P = (1-lam) N, the entropy stays where it is to first
-    order. Then all the moved tokens are rescaled together, so that the response keeps its total credit.
+        lam = clip((N - P) / (N + P), -clip, clip),  alpha' = (1 + lam) alpha where d > 0,  (1 - lam) alpha where d < 0
 
-    alpha: (M,) positive credit of one response's tokens. change: (M,) their d of `entropy_change`, for alpha * A.
-    weights: (M,) what each token counts in the loss (1/|T_t|); it enters every sum; None: all 1.
-    Returns (alpha'' (M,) positive, lam scalar). Tokens with d = 0 keep their credit; all d of one sign: nothing changes,
-    because there is nothing to balance against. Raises ValueError unless 0 <= clip < 1 (at 1 a side would lose
-    all its credit). Source: public summary; the weights are ours.
+    so that, unclipped, (1 + lam) P = (1 - lam) N: to first order the entropy stays where it is. Then all tokens with
+    d != 0 are rescaled to their old total, hence one sign alone changes nothing; d = 0 keeps its credit.
 
-    >>> credit, lam = calibrate(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.1, -0.3, 0.0]))
-    >>> credit, round(float(lam), 4)               # lam = (0.3 - 0.1) / 0.4;  1.5 * 0.1 = 0.5 * 0.3
-    (tensor([1.5000, 0.5000, 1.0000]), 0.5)
+    Args: alpha (M,) > 0; change (M,): d for A alpha; weights (M,): what a token counts in the loss (1/|T_t|), in every
+    sum, default 1. Returns alpha'' (M,) > 0 and lam (scalar). Raises ValueError unless 0 <= clip < 1: at 1 a side could
+    lose all its credit. Source: summary; the weights are ours.
+
+    >>> calibrate(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.1, -0.3, 0.0]))        # 1.5 * 0.1 = 0.5 * 0.3
+    (tensor([1.5000, 0.5000, 1.0000]), tensor(0.5000))
     """
     if not 0 <= clip < 1:
-        raise ValueError(f"clip must be in [0, 1), got {clip}")
+        raise ValueError(f"needs 0 <= clip < 1, not {clip}")
     weights = torch.ones_like(alpha) if weights is None else weights
-    up, down = change > 0, change < 0                                                  # (M,) bool each
+    up, down = change > 0, change < 0                                                     # (M,) bool
     P, N = (weights * change)[up].sum(), -(weights * change)[down].sum()
     if not P + N > 0:
         return alpha.clone(), torch.zeros_like(P)
     lam = ((N - P) / (N + P)).clamp(-clip, clip)
-    shifted = torch.where(up, (1 + lam) * alpha, (1 - lam) * alpha)                    # (M,)     alpha', where d != 0
-    moved = up | down
+    shifted, moved = torch.where(up, (1 + lam) * alpha, (1 - lam) * alpha), up | down     # (M,) alpha' where d != 0
     scale = (weights * alpha)[moved].sum() / (weights * shifted)[moved].sum()
     return torch.where(moved, scale * shifted, alpha), lam
 
 
-def choose_targets(weight, confidence, commit_step, mask, mass=0.7, low=2, high=32):
-    """Which tokens a rollout is trained on: those that the chosen steps of each response committed.
+# ---- parts of speech ---------------------------------------------------------------------------------------
 
-    ``S_t = sum over valid i committed at t of w_pos(i) (1 - p_i)``, then `select_steps` per response. A step that committed only
-    padding is no candidate.
+# Universal tags of every word of the toy's stories: the toy needs no tagger. Numbers are NUM, any other word X.
+WORD_TAGS = {word: name for name, words in {
+    "PROPN": "Tom Anna Ben Mia", "NOUN": "apples books coins pens Answer answer", "ADJ": "many wrong",
+    "VERB": "has buys finds gives loses starts Give", "ADV": "then How now", "ADP": "with", "DET": "a",
+    "PUNCT": ". , ? :", "SYM": "+ - ="}.items() for word in words.split()}
 
-    weight: (N,T) w_pos. confidence: (N,T) p_i at commitment. commit_step: (N,T) int >= 0. mask: (N,T), 1 on valid tokens.
-    mass, low, high: see `select_steps`. Returns (N,T) bool. Source: public summary.
+
+def load_tagger(name):
+    """(key, tag): tag turns texts into [(start, end, class)] per text; the key is the tagger's name and version.
+
+    name: "words" or any installed spaCy model. Classes: universal tags and SPACE; anything else X. Raises InputError
+    that says what to install.
     """
-    valid = mask.bool()                                                                # (N,T)
-    per_step = weight.new_zeros(len(weight), int(commit_step.max()) + 1)               # (N,S)
-    scores = per_step.scatter_add(1, commit_step, torch.where(valid, weight * (1 - confidence), 0.0))    # (N,S)   S_t
-    candidate = per_step.scatter_add(1, commit_step, valid.to(weight.dtype)) > 0       # (N,S)
-    chosen = torch.zeros_like(candidate)                                               # (N,S)
-    for n, steps in enumerate(row.nonzero()[:, 0] for row in candidate):
-        chosen[n, steps[select_steps(scores[n, steps].tolist(), mass, low, high)]] = True
-    return valid & chosen.gather(1, commit_step)
-
-
-def step_credit(weight, commit_step, targets):
-    """Credit of the tokens that one step commits together: their class weights, divided by the step's mean.
-
-    weight: (N,T) w_pos of each token. commit_step: (N,T) int >= 0, the step that committed it. targets: (N,T) bool, the
-    tokens of the chosen steps. Returns (alpha (N,T) with mean 1 over each step's targets, share (N,T) = 1/|T_t|), both 0
-    where there is no target. Source: public summary; that T_t are the tokens committed at t is ours.
-
-    >>> alpha, share = step_credit(torch.tensor([[1.2, 0.8, 0.9]]), torch.tensor([[0, 0, 1]]), torch.ones(1, 3).bool())
-    >>> alpha, share
-    (tensor([[1.2000, 0.8000, 1.0000]]), tensor([[0.5000, 0.5000, 1.0000]]))
-    """
-    inside = targets.to(weight.dtype)                                                  # (N,T)
-    per_step = weight.new_zeros(len(weight), int(commit_step.max()) + 1)               # (N,S)
-    count = per_step.scatter_add(1, commit_step, inside).gather(1, commit_step).clamp(min=1)             # (N,T)   |T_t|
-    mean = per_step.scatter_add(1, commit_step, weight * inside).gather(1, commit_step) / count          # (N,T)
-    return torch.where(targets, weight / mean, 0.0), inside / count
+    if name == "words":
+        known = lambda word: "NUM" if word.isdigit() else WORD_TAGS.get(word, "X")
+        return "words 1", lambda texts: [[(*m.span(), known(m[0])) for m in re.finditer(r"\w+|[^\w\s]", text)]
+                                         for text in texts]
+    try:
+        import spacy
+        nlp = spacy.load(name, exclude=["parser", "ner", "lemmatizer"])  # tags need none of these
+    except ImportError:
+        raise InputError(f"--tagger {name} needs spaCy: pip install spacy && python -m spacy download {name}") from None
+    except OSError:
+        raise InputError(f"--tagger {name}: no such spaCy model; install it: python -m spacy download {name}") from None
+    if not any(token.pos_ for token in nlp("It has two apples.")):
+        raise InputError(f"--tagger {name}: gives no parts of speech; take a spaCy model that does, as en_core_web_sm")
+    return (f"{name} {nlp.meta['version']}",
+            lambda texts: [[(t.idx, t.idx + len(t), t.pos_ or "X") for t in doc] for doc in nlp.pipe(texts)])
 
 
 def align_tags(spans, words):
-    """Class of each sub-word token: that of the word whose characters it overlaps most (the earlier one if equal).
+    """Class of each token: that of the word whose characters it overlaps most, of equals the earlier; None without one.
 
-    spans: [(start, end)] in characters, one per token. words: [(start, end, class)], not overlapping. Returns one class
-    per token, None where a token overlaps no word. Source: public summary.
+    spans: (start, end) per token; words: (start, end, class), not overlapping. Source: summary.
 
     >>> align_tags([(0, 3), (3, 6), (6, 8)], [(0, 4, "NOUN"), (4, 6, "VERB")])
     ['NOUN', 'VERB', None]
@@ -205,125 +268,266 @@ def align_tags(spans, words):
     return [words[overlap.most_common(1)[0][0]][2] if overlap else None for overlap in overlaps]
 
 
-# ------------------------------------------------------------------------------------------ parts of speech
-
-# Universal tags of every word of the toy's stories, so that the toy needs no tagger. Numbers are NUM, any other word X.
-WORD_TAGS = {word: name for name, words in {
-    "PROPN": "Tom Anna Ben Mia", "NOUN": "apples books coins pens Answer answer", "ADJ": "many wrong",
-    "VERB": "has buys finds gives loses starts Give", "ADV": "then How now", "ADP": "with", "DET": "a",
-    "PUNCT": ". , ? :", "SYM": "+ - ="}.items() for word in words.split()}
-
-
-def load_tagger(name):
-    """(key, tag): tag maps texts to [(start, end, class)] per text, class a universal part of speech, SPACE or X.
-
-    name: "words" for the toy's list, else the name or folder of any installed spaCy model. The key names the tagger with
-    its version, since another tagger's classes are other classes. Raises InputError saying what to install.
-    """
-    if name == "words":
-        known = lambda word: "NUM" if word.isdigit() else WORD_TAGS.get(word, "X")
-        return "words 1", lambda texts: [[(m.start(), m.end(), known(m.group())) for m in re.finditer(r"\w+|[^\w\s]", text)]
-                                         for text in texts]
-    try:
-        import spacy
-        nlp = spacy.load(name, exclude=["parser", "ner", "lemmatizer"])              # tags need none of the three
-    except ImportError:
-        raise InputError(f"--tagger {name} needs spaCy: pip install spacy && python -m spacy download en_core_web_sm "
-                         "(or --tagger words, which knows the toy's words only)") from None
-    except OSError:
-        raise InputError(f"--tagger {name}: spaCy finds no such model; python -m spacy download {name}, or name one that "
-                         "`pip list` shows") from None
-    if not any(token.pos_ for token in nlp("It has two apples.")):
-        raise InputError(f"--tagger {name}: this spaCy model gives no parts of speech; take one with a tagger, as en_core_web_sm")
-    return (f"{name} {nlp.meta['version']}",
-            lambda texts: [[(t.idx, t.idx + len(t), t.pos_ or "X") for t in doc] for doc in nlp.pipe(texts)])
-
-
 def tag_tokens(tokenizer, completion_ids, mask, tag, special_ids=()):
-    """Class of every completion token: N lists of T names. X: special tokens (those of the tokenizer and `special_ids`)
-    and what lies behind the end token.
+    """N lists of T classes. X: special tokens (the tokenizer's and special_ids), and what stands behind the end token.
 
-    A token's characters are what it adds to the decoded text of the tokens before it, which is right for every kind of tokenizer;
-    a token that adds none (the later bytes of one character) takes the last character. Blanks between two words belong to
-    no word of a tagger: a token of blanks alone is SPACE (ours).
+    A token's characters are those by which it lengthens the decoded text, whatever the kind of tokenizer; one that adds
+    none (later bytes of a character) takes the last. Blanks between words belong to none: a token of blanks is SPACE (ours).
     """
-    special, rows, texts = {*tokenizer.all_special_ids, *special_ids}, [], []
+    special = {*tokenizer.all_special_ids, *special_ids}
     decode = lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    for ids, valid in zip(completion_ids.tolist(), mask.tolist()):
-        places = [i for i, token in enumerate(ids) if valid[i] and token not in special]
-        ends = [0] + [len(decode([ids[i] for i in places[:k + 1]])) for k in range(len(places))]
-        rows.append((places, [(min(start, end - 1), end) for start, end in zip(ends, ends[1:])]))
-        texts.append(decode([ids[i] for i in places]))
-    tags = [["X"] * completion_ids.shape[1] for _ in rows]                            # N lists of T
-    for n, ((places, spans), text, words) in enumerate(zip(rows, texts, tag(texts))):
-        for i, (start, end), name in zip(places, spans, align_tags(spans, words)):
-            tags[n][i] = name or ("SPACE" if text[start:end].isspace() else "X")
+    places = [[i for i, token in enumerate(ids[:int(length)]) if token not in special]
+              for ids, length in zip(completion_ids.tolist(), mask.sum(1))]               # N lists: where there is text
+    kept = [ids[row].tolist() for ids, row in zip(completion_ids, places)]
+    texts = [decode(ids) for ids in kept]
+    tags = [["X"] * completion_ids.shape[1] for _ in texts]
+    for row, ids, text, words, out in zip(places, kept, texts, tag(texts), tags):
+        ends = [0] + [len(decode(ids[:k + 1])) for k in range(len(ids))]
+        spans = [(min(start, end - 1), end) for start, end in zip(ends, ends[1:])]
+        for i, (start, end), name in zip(row, spans, align_tags(spans, words)):
+            out[i] = name or ("SPACE" if text[start:end].isspace() else "X")
     return tags
 
 
-# ------------------------------------------------------------------------------------------ the offline table
+# ---- the table: measured once, on the model that training starts from ----------------------------------------
 
-TABLE_VERSION = 1      # of what is measured; a table of another version is refused
+TABLE_VERSION = 1  # of what is measured
 STAGES = ("early", "middle", "late")
 
 
 def measure_classes(lm, tokenizer, tag, prompts, args):
-    """Sample one response per prompt, two commits per step, and replay it: what did each commit do, class by class?
+    """Sample a response per prompt, two commits per step, and replay it. Source: summary.
 
-    Returns the records (class, contribution, stage 0-2, confidence, entropy), one per valid token. Source: public summary.
+    Returns records (class, contribution, stage, confidence, entropy), one per valid token.
     """
-    records, steps = [], args.gen_length // 2
-    with tqdm(total=len(prompts) * steps, desc="contribution of each part of speech", leave=False) as bar, torch.no_grad():
-        for start in range(0, len(prompts), args.micro_batch):
-            batch = prompts[start:start + args.micro_batch]
-            prompt_ids, prompt_mask = pad_left(batch, lm.mask_id)                      # (B,P) each
-            y, trace = sample_diffusion(lm, prompt_ids, prompt_mask, gen_length=args.gen_length, steps=steps,
-                                        block_length=args.block_length, temperature=args.temperature, seed=args.seed + start)
-            mask = completion_mask(y, lm.eos_ids)                                      # (B,T)
-            tags = tag_tokens(tokenizer, y, mask, tag, lm.eos_ids)
-            ids = torch.cat([prompt_ids, y], dim=1)                                    # (B,P+T)
-            attention = torch.cat([prompt_mask, torch.ones_like(y)], dim=1)            # (B,P+T)   masks are seen, too
-            P = prompt_ids.shape[1]
-            for step in range(steps):
-                masked = F.pad(trace.commit_step >= step, (P, 0))                      # (B,P+T)   M: not committed before
-                commits = F.pad((trace.commit_step == step) & mask.bool(), (P, 0))     # (B,P+T)
-                values = contributions(lm, ids, attention, masked, commits)            # three (C,)
-                for (n, i), c, p, H in zip(commits.nonzero().tolist(), *(v.tolist() for v in values)):
-                    records.append((tags[n][i - P], c, step * len(STAGES) // steps, p, H))
-                bar.update(len(batch))
+    torch.manual_seed(args.seed)
+    exact = dataclasses.replace(args, diffusion_steps=None, threshold=None, prefix_cache=False)  # None: half the length
+    rollout = generate(lm, tokenizer, prompts, 1, exact)
+    mask, commit_step = rollout.completion_mask.bool(), rollout.trace.commit_step         # (N,T) each
+    tags = tag_tokens(tokenizer, rollout.completion_ids, mask, tag, lm.eos_ids)
+    records, steps, P = [], int(commit_step.max()) + 1, rollout.prompt_ids.shape[1]
+    pieces = torch.arange(len(mask)).split(max(1, args.micro_batch // 3))                 # a state, two commits: 3 rows
+    for rows, step in tqdm([(r, s) for r in pieces for s in range(steps)], desc="contributions", leave=False):
+        ids = torch.cat([rollout.prompt_ids[rows], rollout.completion_ids[rows]], dim=1)  # (n,P+T)
+        attention = F.pad(rollout.prompt_mask[rows], (0, mask.shape[1]), value=1)         # (n,P+T)
+        masked = F.pad(commit_step[rows] >= step, (P, 0))                                 # (n,P+T) M
+        commits = F.pad((commit_step[rows] == step) & mask[rows], (P, 0))                 # (n,P+T)
+        with torch.no_grad():
+            values = contributions(lm, ids, attention, masked, commits)                   # three (C,)
+        for (n, i), c, p, H in zip(commits.nonzero().tolist(), *(v.tolist() for v in values)):
+            records.append((tags[int(rows[n])][i - P], c, step * len(STAGES) // steps, p, H))
     return records
 
 
 def class_table(records):
-    """Records -> {class: its row}, the largest mean contribution first.
+    """Records -> {class: row}, the largest contribution first.
 
-    A row: count; contribution (mean) and its standard error se (None for one token; tokens of one response are taken as
-    independent, so it is a little too small); early, middle, late: the share of the class's tokens that each third of
-    the steps committed; confidence (mean probability) and entropy (nats) at commitment.
+    A row: count; mean contribution and its standard error (None for one token; tokens of a response are taken as
+    independent, so it is a bit small); the share of the class written in each third of the steps; mean probability and
+    entropy (nats) when written.
 
-    >>> class_table([("NUM", 1.0, 0, 0.5, 0.7), ("NUM", 3.0, 2, 0.7, 0.5), ("DET", 0.0, 2, 1.0, 0.0)])["NUM"]
-    {'count': 2, 'contribution': 2.0, 'se': 1.0, 'early': 0.5, 'middle': 0.0, 'late': 0.5, 'confidence': 0.6, 'entropy': 0.6}
+    >>> row = class_table([("NUM", 1.0, 0, 0.5, 0.7), ("NUM", 3.0, 2, 0.7, 0.5), ("DET", 0.0, 2, 1.0, 0.0)])["NUM"]
+    >>> row["count"], row["contribution"], row["se"], row["early"], row["late"]
+    (2, 2.0, 1.0, 0.5, 0.5)
     """
-    table = {}
+    table, mean = {}, lambda x: sum(x) / len(x)
     for name in {record[0] for record in records}:
         _, c, stage, p, H = zip(*(record for record in records if record[0] == name))
-        n, mean = len(c), sum(c) / len(c)
-        se = math.sqrt(sum((x - mean) ** 2 for x in c) / (n - 1) / n) if n > 1 else None
-        table[name] = {"count": n, "contribution": mean, "se": se, **{s: stage.count(k) / n for k, s in enumerate(STAGES)},
-                       "confidence": sum(p) / n, "entropy": sum(H) / n}
+        n = len(c)
+        table[name] = {"count": n, "contribution": mean(c), "se": statistics.stdev(c) / n ** 0.5 if n > 1 else None,
+                       **{s: stage.count(k) / n for k, s in enumerate(STAGES)}, "confidence": mean(p), "entropy": mean(H)}
     return dict(sorted(table.items(), key=lambda row: -row[1]["contribution"]))
 
 
 def load_table(path, key):
-    """The classes of a saved table. Raises InputError when it is none, or was measured with another model or tagger."""
+    """The rows of a saved table. Raises InputError if it is none, or is another model's, tagger's or version's."""
     try:
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
-        found, classes = saved["key"], saved["classes"]
-        assert all(isinstance(row["contribution"], float) for row in classes.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
-        raise InputError(f"--table {path}: no table of this script; leave --table out to measure one") from None
+        found, table = dict(saved["key"]), dict(saved["classes"])
+        [float(row["contribution"]) for row in table.values()]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(f"--table {path}: not a table of this script; leave --table out to measure one") from None
     for what, value in key.items():
         if found.get(what) != value:
-            raise InputError(f"--table {path} is for {what} {found.get(what)!r}, this run has {value!r}; leave --table out "
-                             "to measure a new one")
-    return classes
+            raise InputError(f"--table {path} is for {what} {found.get(what)!r}, not {value!r}; leave --table out")
+    return table
+
+
+def report_classes(table, weights, folder):
+    """The table on the screen, in classes.csv and as classes.png."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    rows = [["class", "weight", *next(iter(table.values()))], *([k, weights[k], *r.values()] for k, r in table.items())]
+    with open(folder / "classes.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    for row in rows:
+        print("  ".join(f"{f'{v:.3f}' if isinstance(v, float) else str(v):>12}" for v in row))
+    figure, axes = plt.subplots(1, 3, figsize=(13, 0.3 * len(table) + 1.5), sharey=True)
+    for axis, keys in zip(axes, (("contribution",), STAGES, ("confidence", "entropy"))):
+        for key in keys:
+            error = [row["se"] or 0.0 for row in table.values()] if key == "contribution" else None
+            axis.errorbar([row[key] for row in table.values()], list(table), xerr=error, fmt="o", label=key)
+        axis.legend()
+        axis.grid(alpha=0.3)
+    axes[0].invert_yaxis()  # the largest contribution on top
+    for axis, title in zip(axes, ("confidence added to the rest", "share of the class written", "when it is written")):
+        axis.set_title(title)
+    figure.savefig(folder / "classes.png", dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
+# ---- the states that are trained ---------------------------------------------------------------------------
+
+# One row per chosen step of a response, B in all. row (B,): its response; ids, attention (B,P+T): the prompt, and y with
+# all that the step or a later one wrote masked; y (B,T); target (B,T) bool: T_t; divisor (B,T): on each target the number
+# of steps chosen in the response. As the loss's mask it makes a row's divisor |T_t| times that number: the mean over
+# targets, then over steps.
+States = namedtuple("States", "row ids attention y target divisor")
+
+
+def choose_states(rollout, weight, mask_id, mass, low, high):
+    """States of the chosen steps: S_t = sum over valid i written at t of w_pos(i) (1 - p_i), then select_steps.
+
+    weight (N,T): w_pos. A step that wrote only padding is no candidate. Source: summary; T_t = all that t wrote: ours.
+    """
+    commit_step, confidence, _ = rollout.trace                                            # (N,T) each
+    valid, T = rollout.completion_mask.bool(), commit_step.shape[1]                       # (N,T)
+    per_step = weight.new_zeros(len(weight), int(commit_step.max()) + 1)                  # (N,S)
+    hardness = torch.where(valid, weight * (1 - confidence), 0.0)                         # (N,T)
+    scores = per_step.scatter_add(1, commit_step, hardness).cpu()                         # (N,S) S_t
+    candidates = (per_step.scatter_add(1, commit_step, valid.float()) > 0).cpu()          # (N,S)
+    chosen = torch.zeros_like(candidates)                                                 # (N,S)
+    for n, steps in enumerate(c.nonzero()[:, 0] for c in candidates):
+        chosen[n, steps[select_steps(scores[n, steps].tolist(), mass, low, high)]] = True
+    row, step = (x.to(weight.device) for x in chosen.nonzero(as_tuple=True))              # (B,) each
+    y, written = rollout.completion_ids[row], commit_step[row]                            # (B,T) each
+    ids = torch.cat([rollout.prompt_ids[row], y.masked_fill(written >= step[:, None], mask_id)], dim=1)  # (B,P+T)
+    target = valid[row] & (written == step[:, None])                                      # (B,T) T_t
+    attention = F.pad(rollout.prompt_mask[row], (0, T), value=1)                          # (B,P+T)
+    return States(row, ids, attention, y, target, target * row.bincount()[row, None])
+
+
+def state_logps(lm, states, micro, chunk_size):
+    """log p of the targets of some states -> logps (b,T), 0 elsewhere, and what lm.head reads there, hidden (m,H)."""
+    _, ids, attention, y, target, _ = (x[micro] for x in states)
+    hidden = lm.hidden(ids, attention)[:, -y.shape[1]:][target]                           # (m,H)
+    logps, _ = chunked_logps(hidden, lm.head, y[target], 1.0, chunk_size)                 # (m,)
+    return torch.zeros(target.shape, device=logps.device).masked_scatter(target, logps), hidden
+
+
+@torch.no_grad()
+def score_states(lm, states, args, advantages=None):
+    """One pass over all states, no gradients -> logps (B,T) and, given advantages (B,T), the entropy change d (B,T)."""
+    logps, change = [], []
+    for micro in torch.arange(len(states.row)).split(args.micro_batch):
+        part, hidden = state_logps(lm, states, micro, args.chunk_size)                    # (b,T), (m,H)
+        logps.append(part)
+        if advantages is not None:
+            y, A = (x[micro][states.target[micro]] for x in (states.y, advantages))       # (m,) each
+            chunks = zip(*(x.split(args.chunk_size) for x in (hidden, y, A)))
+            change += [entropy_change(lm.head(h), y, A, args.estimator) for h, y, A in chunks]
+    logps = torch.cat(logps)                                                              # (B,T)
+    return logps, torch.zeros_like(logps).masked_scatter(states.target, torch.cat(change)) if change else None
+
+
+def train(args):
+    """The whole algorithm. The six numbered steps are the same in every script, in the README and in the notebooks."""
+    check_options(args)
+    problems, held_out = load_problems(args)
+    if args.eval_only:
+        lm, tokenizer = load_diffusion_policy(args)
+        for at in (args, *(at_budget(args, budget) for budget in args.eval_budgets)):
+            print(at.max_new_tokens, "tokens:", evaluate(lm, tokenizer, encode_prompts(tokenizer, held_out, at), at))
+        return
+    tagger, tag = load_tagger(args.tagger)
+    grown = f", {args.story_steps} steps, warm start {args.warmup_steps}" if args.model == "toy" else ""
+    key = {"version": TABLE_VERSION, "model": args.model + grown, "tagger": tagger}
+    table = load_table(args.table, key) if args.table else None
+    run = Run(args, "dtca")
+    lm, tokenizer = load_diffusion_policy(args, run.model)
+    reference = load_diffusion_policy(args)[0] if args.beta else None  # the model that training started from
+    if reference:
+        freeze(reference.model)
+    optimizer = torch.optim.AdamW(lm.model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    run.restore(optimizer)
+    problems, held_out = encode_prompts(tokenizer, problems, args), encode_prompts(tokenizer, held_out, args)
+    if run.step == 0:
+        prompts = [p["prompt_ids"] for p in draw_batch(problems, 1, args.table_rollouts, args.seed)]
+        table = table or class_table(measure_classes(lm, tokenizer, tag, prompts, args))
+        (run.folder / "table.json").write_text(json.dumps({"key": key, "classes": table}, indent=1))
+        run.log(0, run.evaluate(0, lm, tokenizer, held_out))
+    table = load_table(run.folder / "table.json", key)
+    w_pos = pos_weights({name: row["contribution"] for name, row in table.items()}, args.pos_low, args.pos_high)
+    report_classes(table, w_pos, run.folder)
+
+    for step in run.loop(lm.model, tokenizer, optimizer):
+        # 1. Sample: G responses for each prompt of the batch, N in all.
+        batch = draw_batch(problems, step, args.prompts_per_step, args.seed)
+        rollout = generate(lm, tokenizer, [p["prompt_ids"] for p in batch], args.group_size, args)
+        mask = rollout.completion_mask                                                      # (N,T)
+
+        # 2. Reward: one number per response, from its text and its problem. NaN: cannot be scored.
+        rewards = torch.tensor([float("nan") if r is None else float(r) for r in (
+            reward_correct(text, batch[g]) for text, g in zip(rollout.texts, rollout.group_ids.tolist()))])  # (N,)
+        accuracy = rewards                                                                  # (N,) what the run is judged by
+
+        # 3. Group advantage: better or worse than the other responses to the same prompt?
+        advantages = group_advantages(rewards, rollout.group_ids.cpu(), args.scale).to(mask.device)  # (N,)
+
+        # 4. Token credit: how much of its response's advantage does each token get?
+        surprise = -rollout.trace.confidence.log() * mask                                   # (N,T) E[-log p] is the entropy
+        # ---- what this method changes ----
+        tags = tag_tokens(tokenizer, rollout.completion_ids, mask, tag, lm.eos_ids)         # N lists of T classes
+        pos = torch.tensor([[w_pos.get(name, 1.0) for name in row] for row in tags], device=mask.device)  # (N,T)
+        states = choose_states(rollout, pos, lm.mask_id, args.step_mass, args.min_steps, args.max_steps)  # B rows
+        alpha = states.target.float() if args.no_credit else step_credit(pos[states.row], states.target)  # (B,T)
+        # The old policy's log-probs come from one scoring pass, not from the sampler, so that the ratio starts at exactly 1.
+        A = advantages[states.row, None]                                                    # (B,1)
+        old, change = score_states(lm, states, args, A * alpha)                             # (B,T) each
+        ref_logps = score_states(reference, states, args)[0] if reference else None         # (B,T)
+        weights, lam = alpha.clone(), torch.zeros_like(advantages)                          # (B,T) w = alpha'', (N,)
+        share = 1 / states.target.sum(1, keepdim=True).expand_as(alpha)                     # (B,T) 1/|T_t|
+        for n in range(0 if args.no_calibration else len(mask)):
+            own = states.target & (states.row == n)[:, None]                                # (B,T) response n's targets
+            weights[own], lam[n] = calibrate(alpha[own], change[own], weights=share[own])
+        credit_stats = {"chosen_steps": len(alpha) / len(mask), "trained_tokens": (states.target.sum() / mask.sum()).item(),
+                        "lam": lam.abs().mean().item(), "largest_credit": weights.max().item()}
+        # ----------------------------------
+        token_advantages = A * weights                                                      # (B,T) A * w
+
+        # 5. Clipped loss and update. Mini-batches are optimiser steps; micro-batches only save memory.
+        meter = Meter()
+        for rows in list(torch.arange(len(mask)).chunk(args.mini_batches)) * args.inner_iterations:
+            denominator, batch_loss = len(rows), 0.0                                        # each response has a chosen step
+            for micro in torch.isin(states.row.cpu(), rows).nonzero()[:, 0].split(args.micro_batch):
+                logps, _ = state_logps(lm, states, micro, args.chunk_size)                  # (b,T)
+                loss, stats = clipped_kl_loss(
+                    logps, old[micro], ref_logps[micro] if reference else None, token_advantages[micro], states.divisor[micro],
+                    clip_low=args.clip_low, clip_high=args.clip_high, dual_clip=args.dual_clip, beta=args.beta, kl=args.kl,
+                    aggregate="sequence", denominator=denominator)
+                loss.backward()
+                batch_loss += loss.detach()
+                meter.add(stats)
+            grad_norm = torch.nn.utils.clip_grad_norm_(lm.model.parameters(), args.max_grad_norm)
+            made = run.finite(batch_loss, grad_norm)
+            if made:
+                optimizer.step()
+            optimizer.zero_grad()
+            meter.add_update(batch_loss, grad_norm, made)
+
+        # 6. Measure.
+        row = {**step_metrics(step, rollout, rewards, accuracy, advantages, surprise, meter), **credit_stats}
+        if run.evaluation_due(step):
+            row.update(run.evaluate(step, lm, tokenizer, held_out))
+            shown = torch.zeros_like(mask).index_add(0, states.row, weights)                # (N,T) 0: not trained
+            picture(run.folder / "credit.png", tokenizer, rollout, rewards, shown)
+            n = int(mask[0].sum())  # of the first response
+            plot_denoising(run.folder / "denoising.png", [tokenizer.decode([t]) for t in rollout.completion_ids[0, :n].tolist()],
+                           rollout.trace.commit_step[0, :n], rollout.trace.C[:, 0, :n])
+        run.log(step, row)
+    plot_curve(run.rows, run.folder / "curve.png")
+
+
+if __name__ == "__main__":
+    main(train, Args, TOY, __doc__)
