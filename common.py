@@ -484,6 +484,14 @@ def load_llada(name, config, dtype):
     return model
 
 
+def native_tokenizer(name, config):
+    """The tokenizer in a checkpoint's folder; OSError if it has none, for which AutoTokenizer may make up an empty one."""
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+    cached_file(name, "tokenizer_config.json")
+    return AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
+
+
 def load_diffusion(name_or_path, dtype=torch.float32, mask_id=None, eos_ids=None):
     """A masked diffusion checkpoint (folder or hub id) as MaskedDiffusionLM: native classes only, never remote code.
 
@@ -514,7 +522,7 @@ def load_diffusion(name_or_path, dtype=torch.float32, mask_id=None, eos_ids=None
     find = lambda key: next((source[key] for source in sources if source.get(key) is not None), None)
     if find("mask_token_id") is None or find("eos_token_id") is None:
         with contextlib.suppress(OSError, ValueError, KeyError):  # without a tokenizer the arguments can name the ids
-            t = transformers.AutoTokenizer.from_pretrained(name, config=model.config, trust_remote_code=False)
+            t = native_tokenizer(name, model.config)
             sources.append(dict(mask_token_id=t.mask_token_id, pad_token_id=t.pad_token_id,
                                 eos_token_id=t.sep_token_id if t.eos_token_id is None else t.eos_token_id))
     mask_id = find("mask_token_id") if mask_id is None else mask_id
@@ -533,7 +541,6 @@ def load_diffusion(name_or_path, dtype=torch.float32, mask_id=None, eos_ids=None
 
 def load_diffusion_policy(args, name=None):
     """(MaskedDiffusionLM, tokenizer) of `name` (default: args.model): 'toy', a hub id or a folder."""
-    import transformers
     name = str(name or args.model)
     if name == "toy":
         name = str(Path(args.checkpoints) / f"toy-diffusion-{args.story_steps}steps-{args.warmup_steps}")
@@ -541,7 +548,7 @@ def load_diffusion_policy(args, name=None):
             toy_diffusion(name, args.warmup_steps, args.story_steps)
     lm = load_diffusion(name, getattr(torch, args.dtype), args.mask_token_id, args.eos_token_id)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, config=lm.model.config, trust_remote_code=False)
+        tokenizer = native_tokenizer(name, lm.model.config)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"--model {name}: no tokenizer ({' '.join(str(error).split())[:200]})") from None
     if tokenizer.chat_template is None:  # encoders have none: their plain sentence format
@@ -567,7 +574,7 @@ def toy_diffusion(folder, warmup_steps, story_steps, seed=0):
     pairs = list(zip(*toy_demonstrations(tokenizer, 8192, seed, story_steps)))
     pairs = [pair for i, pair in enumerate(pairs) if i % 4 != 3]  # without those that were asked to be wrong
     optimizer = torch.optim.AdamW(lm.model.parameters(), lr=6e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=warmup_steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=warmup_steps, pct_start=0.1)
     for _ in tqdm(range(warmup_steps), desc="warm start of the diffusion toy", leave=False):
         prompts, answers = zip(*[pairs[i] for i in torch.randint(len(pairs), (64,)).tolist()])
         prompt_ids, prompt_mask = pad_left(prompts, tokenizer.pad_token_id)         # (64,P) each
@@ -1397,7 +1404,7 @@ def step_metrics(step, rollout, rewards, accuracy, advantages, entropy, meter):
         f = meter.first
         tqdm.write(f"sanity, first update: mean |ratio - 1| = {f['ratio_error']:.1e} (must be 0: nothing has been updated), KL to the "
                    f"starting model = {f['kl']:.1e} (0), loss = {f['loss']:+.4f} (may be 0: advantages of a group sum to 0), "
-                   f"gradient norm = {f['grad_norm']:.4f} (must be above 0: it is the gradient of -A log pi)")
+                   f"gradient norm = {f['grad_norm']:.4f} (above 0 unless every group is silent: it is the gradient of -A log pi)")
     return {"reward": scored.mean().item(), "reward_std": scored.std(unbiased=False).item(), "accuracy": accuracy.nanmean().item(),
             "unscorable": int(torch.isnan(rewards).sum()), "zero_variance_groups": int(silent) / len(groups.unique()),
             "loss": m["loss"], "grad_norm": m["grad_norm"], "kl": m["kl"], "ratio": m["ratio"], "ratio_error": m["ratio_error"],
@@ -1492,6 +1499,7 @@ def plot_credit(path, tokens, weights, titles, label="credit weight w (1 = unifo
             continue
         for column, shown, value in line:
             axis.text(column, -y, shown, family="monospace", fontsize=10, va="center",
+                      color="white" if abs(norm(value) - 0.5) > 0.35 else "black",
                       bbox=dict(facecolor=plt.cm.RdBu_r(norm(value)), edgecolor="none", pad=2.5))
     axis.set(xlim=(0, width), ylim=(-len(lines) + 0.4, 0.6))
     axis.axis("off")
@@ -1502,10 +1510,11 @@ def plot_credit(path, tokens, weights, titles, label="credit weight w (1 = unifo
 
 def picture(path, tokenizer, rollout, rewards, weights):
     """credit.png of the prompt whose responses differ most in reward: its best and its worst response."""
-    spread = lambda g: (rewards[rollout.group_ids.cpu() == g].nan_to_num().max() - rewards[rollout.group_ids.cpu() == g].nan_to_num().min()).item()
-    rows = (rollout.group_ids.cpu() == max(rollout.group_ids.unique().tolist(), key=spread)).nonzero()[:, 0]
-    ordered = sorted(rows.tolist(), key=lambda i: -rewards[i].nan_to_num().item())
-    chosen = [ordered[0], ordered[-1]]
+    groups = rollout.group_ids.cpu()
+    members = [(groups == g).nonzero()[:, 0].tolist() for g in groups.unique()]
+    value = lambda i: rewards[i].nan_to_num().item()
+    rows = max(members, key=lambda rows: max(map(value, rows)) - min(map(value, rows)))
+    chosen = [max(rows, key=value), min(rows, key=value)]
     pieces = [[tokenizer.decode([t]) for t in rollout.completion_ids[i][rollout.completion_mask[i].bool()].tolist()] for i in chosen]
     values = [weights[i][rollout.completion_mask[i].bool()].tolist() for i in chosen]
     plot_credit(path, pieces, values, [f"reward {rewards[i]:.2f}" for i in chosen])
