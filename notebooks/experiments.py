@@ -163,7 +163,7 @@ def toy(options):
 
 
 SMOLLM2 = {  # flags besides the shared ones; the first row is 20 steps of plain GRPO
-    "grpo.py": "--steps 20 --beta 0", "delta.py": "--steps 5", "gctca.py": "--steps 5", "gctca.py --guidance group": "--steps 5",
+    "grpo.py": "--steps 20 --beta 0 --prompts-per-step 3 --group-size 4 --eval-problems 16 --eval-samples 2", "delta.py": "--steps 5", "gctca.py": "--steps 5", "gctca.py --guidance group": "--steps 5",
     "datc.py": "--steps 5 --beta 0 --reward-steps 100"}
 
 
