@@ -77,8 +77,7 @@ class Args(DiffusionArgs):
 
 # The toy is tiny and starts from random weights, so it takes larger steps on more samples.
 TOY = dict(steps=40, prompts_per_step=32, max_new_tokens=24, inner_iterations=4, learning_rate=3e-4, micro_batch=512,
-           sample_batch=4096, chunk_size=4096, eval_problems=128, eval_samples=8, warmup_steps=800, tagger="words",
-           table_rollouts=64)
+           sample_batch=4096, chunk_size=4096, eval_problems=128, eval_samples=8, tagger="words", table_rollouts=64)
 
 
 def check_options(args):
@@ -101,10 +100,10 @@ def contributions(lm, ids, attention_mask, masked, commits):
 
         c_i = max(0, sum over j in M without i of [ max_u p(u | x with i)_j - max_u p(u | x)_j ]),   M: masked positions
 
-    Args: lm: has mask_id and logits(ids, attention_mask) -> (rows,L,V); ids (B,L): the finished sequences;
-    attention_mask (B,L) or None; masked (B,L) bool: what each state hides; commits (B,L) bool: the C candidates.
+    Args: lm: has mask_id, hidden(ids, attention_mask) -> (rows,L,H) and head(hidden) -> logits; ids (B,L): the finished
+    sequences; attention_mask (B,L); masked (B,L) bool: what each state hides; commits (B,L) bool: the C candidates.
     Returns three (C,) vectors in the order of commits.nonzero(): c (probability, summed over positions) and, before the
-    commit, the token's probability and the entropy there (nats). One forward of B + C rows.
+    commit, the token's probability and the entropy there (nats). One forward of B + C rows, logits at masked positions.
     Raises ValueError when a candidate is not masked. Source: summary.
     """
     if (commits & ~masked).any():
@@ -112,15 +111,15 @@ def contributions(lm, ids, attention_mask, masked, commits):
     row, place = commits.nonzero(as_tuple=True)                                           # (C,) each
     candidate = torch.arange(len(row), device=row.device)                                 # (C,)
     state = ids.masked_fill(masked, lm.mask_id)                                           # (B,L) x
-    after = state[row]                                                                    # (C,L) x with one commit each
-    after[candidate, place] = ids[row, place]
-    attention = None if attention_mask is None else torch.cat([attention_mask, attention_mask[row]])
-    p = lm.logits(torch.cat([state, after]), attention).float().softmax(-1)               # (B+C,L,V)
-    top, before = p.amax(-1), p[row, place]                                               # (B+C,L), (C,V)
-    others = masked[row]                                                                  # (C,L) M without i
-    others[candidate, place] = False
+    after, others = state[row], masked[row]                                               # (C,L) each
+    after[candidate, place], others[candidate, place] = ids[row, place], False            # x with one commit; M without i
+    hidden = lm.hidden(torch.cat([state, after]), torch.cat([attention_mask, attention_mask[row]]))  # (B+C,L,H)
+    wanted = torch.cat([masked, others])                                                  # (B+C,L) bool
+    top = lm.head(hidden[wanted]).softmax(-1).amax(-1)                                    # (K,) max_u p(u | .)
+    top = torch.zeros(wanted.shape, dtype=top.dtype, device=top.device).masked_scatter(wanted, top)  # (B+C,L)
     gain = torch.where(others, top[len(ids):] - top[row], 0.0).sum(-1)                    # (C,)
-    return gain.clamp(min=0), before.gather(-1, ids[row, place][:, None])[:, 0], torch.special.entr(before).sum(-1)
+    p = lm.head(hidden[row, place]).softmax(-1)                                           # (C,V) before the commit
+    return gain.clamp(min=0), p.gather(-1, ids[row, place][:, None])[:, 0], torch.special.entr(p).sum(-1)
 
 
 def pos_weights(means, low=0.8, high=1.2):
@@ -362,7 +361,7 @@ def report_classes(table, weights, folder):
     with open(folder / "classes.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
     for row in rows:
-        print("  ".join(f"{f'{v:.3f}' if isinstance(v, float) else str(v):>12}" for v in row))
+        print("  ".join(f"{f'{v:.3g}' if isinstance(v, float) else str(v):>12}" for v in row))
     figure, axes = plt.subplots(1, 3, figsize=(13, 0.3 * len(table) + 1.5), sharey=True)
     for axis, keys in zip(axes, (("contribution",), STAGES, ("confidence", "entropy"))):
         for key in keys:
@@ -476,7 +475,7 @@ def train(args):
         advantages = group_advantages(rewards, rollout.group_ids.cpu(), args.scale).to(mask.device)  # (N,)
 
         # 4. Token credit: how much of its response's advantage does each token get?
-        surprise = -rollout.trace.confidence.log() * mask                                   # (N,T) E[-log p] is the entropy
+        surprise = -rollout.trace.confidence.log() * mask                                   # (N,T) E[-log p] is an entropy
         # ---- what this method changes ----
         tags = tag_tokens(tokenizer, rollout.completion_ids, mask, tag, lm.eos_ids)         # N lists of T classes
         pos = torch.tensor([[w_pos.get(name, 1.0) for name in row] for row in tags], device=mask.device)  # (N,T)
@@ -523,8 +522,9 @@ def train(args):
             shown = torch.zeros_like(mask).index_add(0, states.row, weights)                # (N,T) 0: not trained
             picture(run.folder / "credit.png", tokenizer, rollout, rewards, shown)
             n = int(mask[0].sum())  # of the first response
-            plot_denoising(run.folder / "denoising.png", [tokenizer.decode([t]) for t in rollout.completion_ids[0, :n].tolist()],
-                           rollout.trace.commit_step[0, :n], rollout.trace.C[:, 0, :n])
+            tokens = [tokenizer.decode([t]) for t in rollout.completion_ids[0, :n].tolist()]
+            commit_step, C = rollout.trace.commit_step[0, :n], rollout.trace.C[:, 0, :n]     # (n,), (S,n)
+            plot_denoising(run.folder / "denoising.png", tokens, commit_step, C)
         run.log(step, row)
     plot_curve(run.rows, run.folder / "curve.png")
 

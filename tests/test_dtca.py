@@ -184,16 +184,16 @@ class HandMade:
     """p at position j depends on what is visible there and beside it: all of it pulls at the logit of token (j mod 3)."""
     mask_id = 4
 
-    def logits(self, ids, attention_mask=None):
-        seen = torch.where(ids == self.mask_id, 0, ids + 1).double()               # (B,L)
-        if attention_mask is not None:
-            seen = seen * attention_mask
+    def hidden(self, ids, attention_mask):
+        seen = torch.where(ids == self.mask_id, 0, ids + 1).double() * attention_mask  # (B,L)
         pull = 0.7 * seen + torch.roll(seen, 1, 1) - 0.5 * torch.roll(seen, -1, 1)    # (B,L)
         target = torch.arange(ids.shape[1]) % 3
         logits = torch.zeros(*ids.shape, 5, dtype=torch.float64)
         logits[:, torch.arange(ids.shape[1]), target] = pull
-        logits[..., self.mask_id] = -math.inf
         return logits
+
+    def head(self, hidden):
+        return hidden.index_fill(-1, torch.tensor([self.mask_id]), -math.inf)
 
 
 def test_contributions_by_brute_force():
@@ -208,7 +208,7 @@ def test_contributions_by_brute_force():
     for k, (n, i) in enumerate(commits.nonzero().tolist()):
         x = [lm.mask_id if masked[n, j] else int(ids[n, j]) for j in range(9)]
         with_i = x[:i] + [int(ids[n, i])] + x[i + 1:]
-        p, q = (lm.logits(torch.tensor([s]), attention[n:n + 1])[0].softmax(-1) for s in (x, with_i))
+        p, q = (lm.head(lm.hidden(torch.tensor([s]), attention[n:n + 1]))[0].softmax(-1) for s in (x, with_i))
         wanted = sum(float(q[j].max() - p[j].max()) for j in range(9) if masked[n, j] and j != i)
         assert float(gain[k]) == pytest.approx(max(0.0, wanted), abs=1e-6)
         assert float(confidence[k]) == pytest.approx(float(p[i, ids[n, i]]), abs=1e-6)
@@ -220,7 +220,7 @@ def test_contributions_by_brute_force():
 def test_contributions_without_candidates():
     ids = torch.zeros(2, 3, dtype=torch.long)
     nothing = torch.zeros(2, 3, dtype=torch.bool)
-    assert all(len(x) == 0 for x in dtca.contributions(HandMade(), ids, None, ~nothing, nothing))
+    assert all(len(x) == 0 for x in dtca.contributions(HandMade(), ids, ids + 1, ~nothing, nothing))
 
 
 # ---- parts of speech
