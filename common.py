@@ -864,6 +864,39 @@ def token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask,
                   hidden.detach().float() * valid[..., None] if "hidden" in want else None)
 
 
+class LogProb(torch.autograd.Function):
+    """(c,V) logits, (c,) targets -> log softmax(logits / temperature) at the targets, entropy in nats or None; (c,) each.
+
+        x = z - max z,   s = sum_v e^{x_v},   log p_y = x_y - log s,   H = log s - sum_v e^{x_v} x_v / s
+        d log p_y / d z_v = [v = y] - e^{x_v} / s
+
+    What log_softmax and gather compute, in one (c,V) buffer: with a large vocabulary, fresh memory is most of the time. So float32
+    `logits` are overwritten, and a graph serves one backward pass (autograd raises an error where either would matter).
+    The softmax is float32 (or float64) whatever the weights are. No gradient flows through the entropy.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets, temperature, want_entropy):
+        x = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))  # (c,V) a copy only of bfloat16
+        x = x.div_(temperature).sub_(x.amax(-1, keepdim=True))             # (c,V)
+        chosen = x.gather(1, targets[:, None])[:, 0]                       # (c,)
+        e = x.exp() if want_entropy else x.exp_()                          # (c,V)
+        s = e.sum(-1)                                                      # (c,)
+        entropy = s.log() - torch.linalg.vecdot(e, x) / s if want_entropy else None
+        ctx.save_for_backward(e, s, targets)
+        ctx.temperature = temperature
+        if want_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return chosen - s.log(), entropy
+
+    @staticmethod
+    def backward(ctx, g, _):
+        e, s, targets = ctx.saved_tensors
+        g = g / ctx.temperature                                            # (c,)
+        gradient = e.mul_((-g / s)[:, None])                               # (c,V)
+        return gradient.scatter_add_(1, targets[:, None], g[:, None]), None, None, None
+
+
 def chunked_logps(hidden, lm_head, targets, temperature, chunk_size, want_entropy=False):
     """log softmax(lm_head(hidden) / temperature) at `targets`, a chunk of positions at a time.
 
@@ -872,11 +905,7 @@ def chunked_logps(hidden, lm_head, targets, temperature, chunk_size, want_entrop
     def chunk(h, y):  # (c,H), (c,) -> (c,), (c,)
         with autocast(h.device):
             logits = lm_head(h)                                            # (c,V)
-        logits = logits.float() / temperature
-        if not want_entropy:  # cross_entropy is exactly -log softmax at the target, in one fused kernel
-            return -F.cross_entropy(logits, y, reduction="none"), None
-        log_p = F.log_softmax(logits, dim=-1)                              # (c,V)
-        return log_p.gather(1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)  # H = -sum p log p
+        return LogProb.apply(logits, y, temperature, want_entropy)
 
     if torch.is_grad_enabled():  # drop each chunk's logits now and compute them again in the backward pass
         run = lambda h, y: checkpoint(chunk, h, y, use_reentrant=False, preserve_rng_state=False)

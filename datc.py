@@ -119,8 +119,9 @@ def work(logits, gradients, embeddings, actions, *, decodable=None, top_k=128):
         in_s = torch.zeros_like(p, dtype=torch.bool).scatter(-1, likely, True) & decodable       # (N,T,V)
         p_y, po = p_y.where(decodable[actions], 0.0), po.where(in_s, 0.0)
     p_s = (p_y + po.sum(-1)).clamp_min(torch.finfo(dtype).tiny)             # (N,T) P_S, 1 without a restriction
-    b = (po * r).sum(-1) / p_s                                              # (N,T) fbar - f_y, fbar = sum_S p f / P_S
-    s2, c = po.square().sum(-1), (po.square() * r).sum(-1)                  # (N,T) each
+    por = po * r                                                            # (N,T,V)
+    b = por.sum(-1) / p_s                                                   # (N,T) fbar - f_y, fbar = sum_S p f / P_S
+    s2, c = torch.linalg.vecdot(po, po), torch.linalg.vecdot(po, por)       # (N,T) sums of po^2 and of po^2 r
     return -(p_y * e - s2) * b - c                                          # (N,T) the equation above, regrouped
 
 
@@ -267,7 +268,7 @@ def load_reward_model(args):
         raise InputError(f"--reward-model {name}: needs a trained head with one label; 'train:{name}' trains one")
     rows, pad = model.get_input_embeddings().num_embeddings, model.config.get_text_config().pad_token_id
     if tokenizer.chat_template is None or pad is None or len(tokenizer) > rows:
-        raise InputError(f"--reward-model {name}: needs a chat template, a pad_token_id and embeddings for all its tokens")
+        raise InputError(f"--reward-model {name}: needs a chat template, a pad_token_id, embeddings for all tokens")
     return freeze(model.eval().to(args.device)), tokenizer
 
 
