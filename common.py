@@ -17,8 +17,11 @@ The update of every script is the gradient of
 """
 import argparse
 import contextlib
+import copy
 import csv
 import dataclasses
+import functools
+import importlib.util
 import inspect
 import json
 import math
@@ -29,6 +32,7 @@ import shutil
 import signal
 import sys
 import time
+import types
 import zlib
 from collections import namedtuple
 from dataclasses import dataclass, field
@@ -348,6 +352,46 @@ def load_policy(args, name=None):
 def freeze(model):
     """The same model without gradients: a reference that stays bit-equal."""
     return model.requires_grad_(False)
+
+
+def make_trainable(model, args):
+    """What is trained (every weight or, with --lora-rank, adapters only), and AdamW over it -> (model, optimizer).
+
+    LoRA: y = W x + (alpha / r) B A x in every linear layer but lm_head; alpha = 2 r. W is frozen and may be bfloat16, A
+    and B are float32. B starts at 0, so the policy starts as its reference, which it is again whenever B A x is left out.
+    """
+    if args.lora_rank:
+        from peft import LoraConfig, get_peft_model
+        torch.manual_seed(args.seed)  # A is random
+        model = get_peft_model(model, LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear")).eval()
+    if args.gradient_checkpointing:
+        checkpoint_layers(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0, fused=trained[0].is_cuda or None)
+
+
+def checkpoint_layers(model):
+    """Gradient checkpointing: keep only what enters each transformer block and run the block again in the backward pass.
+
+    transformers' own switch works in training mode only, which would turn dropout on: the ratio would not start at 1.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    def forward(self, *inputs, **options):
+        plain = functools.partial(type(self).forward, self)
+        if not torch.is_grad_enabled():  # sampling and scoring keep nothing anyway
+            return plain(*inputs, **options)
+        return checkpoint(plain, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.forward = types.MethodType(forward, layer)
+
+
+def adapter_off(policy):
+    """Inside `with adapter_off(policy)`, a LoRA policy is its own reference: no second copy. Others stay as they are."""
+    model = policy.model if isinstance(policy, MaskedDiffusionLM) else policy
+    return model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
 
 
 def end_ids(model, tokenizer):
@@ -931,26 +975,46 @@ def row_uniforms(seeds, count, device):
     So the old, the new and the reference model can see the same masks, however rows are split into micro-batches.
     """
     rows = [torch.rand(count, generator=torch.Generator().manual_seed(int(seed))) for seed in seeds]  # (count,) each
-    return torch.stack(rows).to(device)
+    return torch.stack(rows).to(device, non_blocking=True)
 
 
-def masked_logps(lm, prompt_ids, prompt_mask, completion_ids, masked, prompt_masked=None, chunk_size=256):
+def masked_logps(lm, prompt_ids, prompt_mask, completion_ids, masked, prompt_masked=None, chunk_size=256, count=None):
     """log p(y_i | all that is not masked) under R maskings of each row, in one forward -> (R,N,T), 0 where visible.
 
     masked (R,N,T) bool: completion tokens that are hidden and scored; prompt_masked (N,P) bool: prompt tokens that are
     hidden too, never scored. Temperature 1. Logits exist for masked completion positions only, chunk_size at a time.
-    Every likelihood below is a choice of maskings and a sum.
+    count: how many these are, if the caller knows. Every likelihood below is a choice of maskings and a sum.
     """
     R, (N, T), P = len(masked), completion_ids.shape, prompt_ids.shape[1]
     prompt = prompt_ids if prompt_masked is None else prompt_ids.masked_fill(prompt_masked, lm.mask_id)  # (N,P)
     views = completion_ids.masked_fill(masked, lm.mask_id)                          # (R,N,T)
     ids = torch.cat([prompt.expand(R, N, P), views], dim=2).flatten(0, 1)           # (R*N,P+T)
     attention = F.pad(prompt_mask, (0, T), value=1).repeat(R, 1)                    # (R*N,P+T)
-    hidden = lm.hidden(ids, attention)[:, P:].unflatten(0, (R, N))[masked]          # (M,H)
-    if not len(hidden):  # nothing is masked, as a low ratio can have it: keep the graph alive
+    at = places(masked, count)                                                      # (M,)
+    hidden = lm.hidden(ids, attention)[:, P:].flatten(0, 1)[at]                     # (M,H)
+    if not len(at):  # nothing is masked, as a low ratio can have it: keep the graph alive
         return torch.zeros(masked.shape, device=hidden.device) + hidden.sum()
-    logps, _ = chunked_logps(hidden, lm.head, completion_ids.expand(R, N, T)[masked], 1.0, chunk_size)  # (M,)
-    return torch.zeros(masked.shape, device=logps.device).masked_scatter(masked, logps)  # (R,N,T)
+    logps, _ = chunked_logps(hidden, lm.head, completion_ids.expand(R, N, T).flatten()[at], 1.0, chunk_size)  # (M,)
+    return torch.zeros(masked.numel(), device=logps.device).index_copy(0, at, logps).view(masked.shape)  # (R,N,T)
+
+
+def places(mask, count=None):
+    """Flat indices of the ones of mask, ascending. Give their count inside a loop: the CPU waits if the GPU has to count.
+
+    >>> places(torch.tensor([[False, True], [True, False]]), 2).tolist()
+    [1, 2]
+    """
+    count = int(mask.sum()) if count is None else count
+    return mask.flatten().byte().argsort(descending=True, stable=True)[:count]
+
+
+def slices(rows, size):
+    """Consecutive row numbers in pieces of at most `size`, as slices: an index tensor would be copied to the GPU first.
+
+    >>> slices(torch.arange(2, 7), 3)
+    [slice(2, 5, None), slice(5, 7, None)]
+    """
+    return [slice(int(piece[0]), int(piece[-1]) + 1) for piece in rows.split(size)]
 
 
 def one_step_logps(lm, prompt_ids, prompt_mask, completion_ids, *, seeds, prompt_rate=0.15, chunk_size=256):
@@ -960,7 +1024,8 @@ def one_step_logps(lm, prompt_ids, prompt_mask, completion_ids, *, seeds, prompt
     """
     hide = row_uniforms(seeds, prompt_ids.shape[1], prompt_ids.device).flip(1) < prompt_rate  # (N,P)
     all_of_y = torch.ones_like(completion_ids, dtype=torch.bool)[None]              # (1,N,T)
-    return masked_logps(lm, prompt_ids, prompt_mask, completion_ids, all_of_y, hide & prompt_mask.bool(), chunk_size)[0]
+    hide = hide & prompt_mask.bool()                                                # (N,P)
+    return masked_logps(lm, prompt_ids, prompt_mask, completion_ids, all_of_y, hide, chunk_size, all_of_y.numel())[0]
 
 
 def coupled_logps(lm, prompt_ids, prompt_mask, completion_ids, *, seeds, chunk_size=256):
@@ -974,7 +1039,8 @@ def coupled_logps(lm, prompt_ids, prompt_mask, completion_ids, *, seeds, chunk_s
     t = 0.2 + 0.6 * uniform[:, :1]                                                  # (N,1)
     first = uniform[:, 1:] < t                                                      # (N,T) bool
     views = torch.stack([torch.ones_like(first), first, ~first])                    # (3,N,T)
-    full, one, two = masked_logps(lm, prompt_ids, prompt_mask, completion_ids, views, None, chunk_size)  # (N,T) each
+    full, one, two = masked_logps(lm, prompt_ids, prompt_mask, completion_ids, views, None, chunk_size,
+                                  2 * first.numel())                                # (N,T) each
     return (full + one / t + two / (1 - t)) / 2
 
 
@@ -983,8 +1049,9 @@ def uni_logps(lm, prompt_ids, prompt_mask, completion_ids, *, seeds, ratio, chun
 
     Both (N,T). Only masked tokens have a score and may enter the loss: scored is 1.0 there, else 0.0. seeds (N,).
     """
-    masked = row_uniforms(seeds, completion_ids.shape[1], completion_ids.device) < ratio[:, None]  # (N,T)
-    logps = masked_logps(lm, prompt_ids, prompt_mask, completion_ids, masked[None], None, chunk_size)[0]  # (N,T)
+    masked = row_uniforms(seeds, completion_ids.shape[1], ratio.device) < ratio[:, None]  # (N,T); ratio may stay on the CPU
+    count, masked = int(masked.sum()), masked.to(completion_ids.device, non_blocking=True)
+    logps = masked_logps(lm, prompt_ids, prompt_mask, completion_ids, masked[None], None, chunk_size, count)[0]  # (N,T)
     return logps, masked.float()
 
 
@@ -999,7 +1066,7 @@ def draw_strata(mask, strata, seeds):
     [2, 2, 2]
     """
     rows = [torch.rand(mask.shape[1], generator=torch.Generator().manual_seed(int(s))) for s in seeds]  # (T,) each
-    order = (torch.stack(rows).to(mask.device) + (mask == 0)).argsort(dim=1)        # (N,T) valid positions first
+    order = (torch.stack(rows).to(mask.device, non_blocking=True) + (mask == 0)).argsort(dim=1)  # (N,T) valid positions first
     return order.argsort(dim=1) % strata                                            # (N,T) j mod K
 
 
@@ -1012,7 +1079,7 @@ def stratified_logps(lm, prompt_ids, prompt_mask, completion_ids, *, seeds, stra
     """
     labels = draw_strata(completion_mask(completion_ids, lm.eos_ids), strata, seeds)  # (N,T)
     views = labels == torch.arange(strata, device=labels.device)[:, None, None]     # (K,N,T) disjoint, covering
-    return masked_logps(lm, prompt_ids, prompt_mask, completion_ids, views, None, chunk_size).sum(0)
+    return masked_logps(lm, prompt_ids, prompt_mask, completion_ids, views, None, chunk_size, labels.numel()).sum(0)
 
 
 # ============================================================================================================
@@ -1139,7 +1206,10 @@ class RunArgs:
     sample_batch: int = field(default=64, metadata={"help": "rows generated at once (memory)"})
     micro_batch: int = field(default=8, metadata={"help": "rows in one forward and backward pass (memory; changes no result)"})
     chunk_size: int = field(default=256, metadata={"help": "positions whose logits exist at once (memory; changes no result)"})
-    dtype: str = field(default="float32", metadata={"help": "dtype of the trained weights; on a GPU arithmetic is bfloat16 anyway"})
+    dtype: str = field(default="float32", metadata={"help": "dtype of the weights: bfloat16 for LoRA's frozen base; on a GPU "
+                                                    "arithmetic is bfloat16 anyway"})
+    lora_rank: int = field(default=0, metadata={"help": "r > 0 trains float32 LoRA adapters only (needs peft); 0: all weights"})
+    gradient_checkpointing: bool = field(default=False, metadata={"help": "less memory, about a third more time"})
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda"})
     trust_remote_code: bool = field(default=False, metadata={"help": "run code that comes with a checkpoint"})
     story_steps: int = field(default=2, metadata={"help": "arithmetic steps in a story (1 to 6)"})
@@ -1205,6 +1275,8 @@ def check_args(args):
         raise InputError(f"--task {args.task}: unknown; there is 'story', and --data for your own problems")
     if not 1 <= args.story_steps <= 6:
         raise InputError(f"--story-steps must be 1 to 6, not {args.story_steps}")
+    if args.lora_rank < 0 or (args.lora_rank and importlib.util.find_spec("peft") is None):
+        raise InputError("--lora-rank must not be negative" if args.lora_rank < 0 else "--lora-rank needs: pip install peft")
     if args.dtype not in ("float32", "bfloat16"):
         raise InputError(f"--dtype must be float32 or bfloat16, not {args.dtype}")
     if args.device not in ("cpu", "cuda") and not args.device.startswith("cuda:"):
@@ -1313,18 +1385,22 @@ class Run:
         with open(self.folder / "metrics.csv", newline="") as file:  # rows after the checkpoint are run again
             self.rows = [row for row in csv.DictReader(file) if int(row["step"]) <= self.step]
 
-    def restore(self, optimizer):
-        """Load the optimiser's state when resuming (weights come through load_policy(args, run.model))."""
+    def restore(self, model, optimizer):
+        """Load the optimiser's state when resuming, and LoRA's adapter (weights come through load_policy(args, run.model))."""
+        if self.step and self.args.lora_rank:
+            from peft import set_peft_model_state_dict
+            from safetensors.torch import load_file
+            set_peft_model_state_dict(model, load_file(self.checkpoint / "adapter_model.safetensors"))
         if self.step:
             optimizer.load_state_dict(torch.load(self.checkpoint / "optimizer.pt", weights_only=True, map_location=self.args.device))
 
     @property
     def model(self):
-        """The checkpoint to start from: the run's own when resuming."""
-        return self.checkpoint if self.step else self.args.model
+        """The checkpoint to start from: the run's own when resuming, unless that is an adapter to --model."""
+        return self.checkpoint if self.step and not self.args.lora_rank else self.args.model
 
     def save(self, model, tokenizer, optimizer):
-        """Weights and tokenizer in from_pretrained's format, the optimiser, and the step: all that a resumed run needs."""
+        """Weights (or peft's adapter) and tokenizer in from_pretrained's format, optimiser, step: all to resume with."""
         def write(path):
             model.save_pretrained(path)
             tokenizer.save_pretrained(path)
@@ -1358,6 +1434,10 @@ class Run:
             self.bar.close()
             signal.signal(signal.SIGINT, previous)
         print(f"{self.step} steps done, {time.time() - STARTED:.0f} s after the script was started; checkpoint: {self.checkpoint}")
+        if self.args.lora_rank and not self.stop:  # checkpoint/ holds the adapter alone
+            plain = copy.deepcopy(model).merge_and_unload()  # W + (alpha / r) B A in W's place, in W's dtype
+            save_folder(self.folder / "merged", lambda path: (plain.save_pretrained(path), tokenizer.save_pretrained(path)))
+            print(f"base and adapter in one, for from_pretrained: {self.folder / 'merged'}")
         if self.stop:
             print(f"stopped by Ctrl-C; go on with: --resume --name {self.folder.name}")
             sys.exit(130)

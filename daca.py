@@ -34,10 +34,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common import (DiffusionArgs, InputError, Meter, Run, at_budget, clipped_kl_loss, coupled_logps, draw_batch,
+from common import (DiffusionArgs, InputError, Meter, Run, adapter_off, at_budget, clipped_kl_loss, coupled_logps, draw_batch,
                     draw_strata, encode_prompts, evaluate, freeze, generate, group_advantages, load_diffusion_policy,
-                    load_problems, loss_denominator, main, one_step_logps, picture, plot_curve, plot_denoising,
-                    reward_correct, step_metrics, stratified_logps, uni_logps)
+                    load_problems, loss_denominator, main, make_trainable, one_step_logps, picture, plot_curve,
+                    plot_denoising, reward_correct, slices, step_metrics, stratified_logps, uni_logps)
 
 # What --base sets: the settings of the method whose likelihood it takes. A flag on the command line wins.
 BASES = {
@@ -166,8 +166,8 @@ def draw_masks(lm, reference, rollout, args):
 
     All of them before the first update: then the ratio of every iteration compares with the policy that sampled.
     """
-    N, device, draws = len(rollout.texts), rollout.prompt_ids.device, []
-    start = torch.rand(N, device=device)                                                  # (N,) UniGRPO's first ratio
+    N, draws = len(rollout.texts), []
+    start = torch.rand(N)                                                                 # (N,) UniGRPO's first ratio
     for iteration in range(args.inner_iterations):
         # UniGRPO: random in the first iteration, then evenly spaced up to 1.
         ratio = start + (1 - start) * iteration / max(1, args.inner_iterations - 1)       # (N,)
@@ -175,7 +175,8 @@ def draw_masks(lm, reference, rollout, args):
         score = lambda model: map(torch.cat, zip(*[likelihood(model, rollout, rows, args, seeds, ratio)
                                                    for rows in torch.arange(N).split(args.micro_batch)]))
         old, scored = score(lm)                                                           # (N,T) each
-        ref, _ = score(reference) if reference else (None, None)                          # (N,T)
+        with adapter_off(lm):
+            ref, _ = score(reference) if reference else (None, None)                      # (N,T)
         draws.append(Draw(seeds, ratio, old, ref, scored))
     return draws
 
@@ -191,11 +192,11 @@ def train(args):
         return
     run = Run(args, "daca")
     lm, tokenizer = load_diffusion_policy(args, run.model)
-    reference = load_diffusion_policy(args)[0] if args.beta else None  # the model that training started from
+    reference = (lm if args.lora_rank else load_diffusion_policy(args)[0]) if args.beta else None  # where training starts
     if reference:
         freeze(reference.model)
-    optimizer = torch.optim.AdamW(lm.model.parameters(), lr=args.learning_rate, weight_decay=0.0)
-    run.restore(optimizer)
+    lm.model, optimizer = make_trainable(lm.model, args)
+    run.restore(lm.model, optimizer)
     problems, held_out = encode_prompts(tokenizer, problems, args), encode_prompts(tokenizer, held_out, args)
     if run.step == 0:
         run.log(0, run.evaluate(0, lm, tokenizer, held_out))
@@ -232,7 +233,7 @@ def train(args):
         for draw, rows in ((draw, rows) for draw in draws for rows in torch.arange(len(mask)).chunk(args.mini_batches)):
             valid = mask * draw.scored                                                      # (N,T) uni scores a part
             denominator, batch_loss = loss_denominator(valid[rows], args.aggregate, args.max_new_tokens), 0.0
-            for micro in rows.split(args.micro_batch):
+            for micro in slices(rows, args.micro_batch):
                 logps, _ = likelihood(lm, rollout, micro, args, draw.seeds, draw.ratio)     # (n,T)
                 loss, stats = clipped_kl_loss(
                     logps, draw.old[micro], draw.ref[micro] if reference else None, token_advantages[micro], valid[micro],

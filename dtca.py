@@ -44,9 +44,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from common import (DiffusionArgs, InputError, Meter, Run, at_budget, chunked_logps, clipped_kl_loss, draw_batch,
+from common import (DiffusionArgs, InputError, Meter, Run, adapter_off, at_budget, chunked_logps, clipped_kl_loss, draw_batch,
                     encode_prompts, evaluate, freeze, generate, group_advantages, load_diffusion_policy, load_problems,
-                    main, picture, plot_curve, plot_denoising, reward_correct, step_metrics)
+                    main, make_trainable, picture, places, plot_curve, plot_denoising, reward_correct, slices, step_metrics)
 
 
 @dataclass
@@ -381,8 +381,8 @@ def report_classes(table, weights, folder):
 # One row per chosen step of a response, B in all. row (B,): its response; ids, attention (B,P+T): the prompt, and y with
 # all that the step or a later one wrote masked; y (B,T); target (B,T) bool: T_t; divisor (B,T): on each target the number
 # of steps chosen in the response. As the loss's mask it makes a row's divisor |T_t| times that number: the mean over
-# targets, then over steps.
-States = namedtuple("States", "row ids attention y target divisor")
+# targets, then over steps. count (B,): |T_t|, on the CPU.
+States = namedtuple("States", "row ids attention y target divisor count")
 
 
 def choose_states(rollout, weight, mask_id, mass, low, high):
@@ -404,15 +404,16 @@ def choose_states(rollout, weight, mask_id, mass, low, high):
     ids = torch.cat([rollout.prompt_ids[row], y.masked_fill(written >= step[:, None], mask_id)], dim=1)  # (B,P+T)
     target = valid[row] & (written == step[:, None])                                      # (B,T) T_t
     attention = F.pad(rollout.prompt_mask[row], (0, T), value=1)                          # (B,P+T)
-    return States(row, ids, attention, y, target, target * row.bincount()[row, None])
+    return States(row, ids, attention, y, target, target * row.bincount()[row, None], target.sum(1).cpu())
 
 
 def state_logps(lm, states, micro, chunk_size):
     """log p of the targets of some states -> logps (b,T), 0 elsewhere, and what lm.head reads there, hidden (m,H)."""
-    _, ids, attention, y, target, _ = (x[micro] for x in states)
-    hidden = lm.hidden(ids, attention)[:, -y.shape[1]:][target]                           # (m,H)
-    logps, _ = chunked_logps(hidden, lm.head, y[target], 1.0, chunk_size)                 # (m,)
-    return torch.zeros(target.shape, device=logps.device).masked_scatter(target, logps), hidden
+    _, ids, attention, y, target, _, count = (x[micro] for x in states)
+    at = places(target, int(count.sum()))                                                 # (m,)
+    hidden = lm.hidden(ids, attention)[:, -y.shape[1]:].flatten(0, 1)[at]                 # (m,H)
+    logps, _ = chunked_logps(hidden, lm.head, y.flatten()[at], 1.0, chunk_size)           # (m,)
+    return torch.zeros(y.numel(), device=logps.device).index_copy(0, at, logps).view(y.shape), hidden
 
 
 @torch.no_grad()
@@ -445,11 +446,11 @@ def train(args):
     table = load_table(args.table, key) if args.table else None
     run = Run(args, "dtca")
     lm, tokenizer = load_diffusion_policy(args, run.model)
-    reference = load_diffusion_policy(args)[0] if args.beta else None  # the model that training started from
+    reference = (lm if args.lora_rank else load_diffusion_policy(args)[0]) if args.beta else None  # where training starts
     if reference:
         freeze(reference.model)
-    optimizer = torch.optim.AdamW(lm.model.parameters(), lr=args.learning_rate, weight_decay=0.0)
-    run.restore(optimizer)
+    lm.model, optimizer = make_trainable(lm.model, args)
+    run.restore(lm.model, optimizer)
     problems, held_out = encode_prompts(tokenizer, problems, args), encode_prompts(tokenizer, held_out, args)
     if run.step == 0:
         prompts = [p["prompt_ids"] for p in draw_batch(problems, 1, args.table_rollouts, args.seed)]
@@ -484,7 +485,8 @@ def train(args):
         # The old policy's log-probs come from one scoring pass, not from the sampler, so that the ratio starts at exactly 1.
         A = advantages[states.row, None]                                                    # (B,1)
         old, change = score_states(lm, states, args, A * alpha)                             # (B,T) each
-        ref_logps = score_states(reference, states, args)[0] if reference else None         # (B,T)
+        with adapter_off(lm):
+            ref_logps = score_states(reference, states, args)[0] if reference else None     # (B,T)
         weights, lam = alpha.clone(), torch.zeros_like(advantages)                          # (B,T) w = alpha'', (N,)
         share = 1 / states.target.sum(1, keepdim=True).expand_as(alpha)                     # (B,T) 1/|T_t|
         for n in range(0 if args.no_calibration else len(mask)):
@@ -499,7 +501,7 @@ def train(args):
         meter = Meter()
         for rows in list(torch.arange(len(mask)).chunk(args.mini_batches)) * args.inner_iterations:
             denominator, batch_loss = len(rows), 0.0                                        # each response has a chosen step
-            for micro in torch.isin(states.row.cpu(), rows).nonzero()[:, 0].split(args.micro_batch):
+            for micro in slices(torch.isin(states.row.cpu(), rows).nonzero()[:, 0], args.micro_batch):
                 logps, _ = state_logps(lm, states, micro, args.chunk_size)                  # (b,T)
                 loss, stats = clipped_kl_loss(
                     logps, old[micro], ref_logps[micro] if reference else None, token_advantages[micro], states.divisor[micro],

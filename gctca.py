@@ -30,9 +30,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from common import (InputError, Meter, Run, RunArgs, clipped_kl_loss, draw_batch, encode_prompts, evaluate, freeze, generate,
-                    group_advantages, load_policy, load_problems, loss_denominator, main, picture, plot_curve, reward_correct,
-                    score, step_metrics, token_logps, WRONG_ANSWER, chat_ids, pad_left)
+from common import (InputError, Meter, Run, RunArgs, adapter_off, clipped_kl_loss, draw_batch, encode_prompts, evaluate, freeze,
+                    generate, group_advantages, load_policy, load_problems, loss_denominator, main, make_trainable, picture,
+                    plot_curve, reward_correct, score, slices, step_metrics, token_logps, WRONG_ANSWER, chat_ids, pad_left)
 
 
 @dataclass
@@ -218,9 +218,9 @@ def train(args):
         return
     run = Run(args, "gctca")
     model, tokenizer = load_policy(args, run.model)
-    reference = freeze(load_policy(args)[0]) if args.beta else None  # the model that training started from
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
-    run.restore(optimizer)
+    reference = freeze(model if args.lora_rank else load_policy(args)[0]) if args.beta else None  # where training starts
+    model, optimizer = make_trainable(model, args)
+    run.restore(model, optimizer)
     problems, held_out = encode_prompts(tokenizer, problems, args), encode_prompts(tokenizer, held_out, args)
     if run.step == 0:
         run.log(0, run.evaluate(0, model, tokenizer, held_out))
@@ -242,7 +242,8 @@ def train(args):
         # 4. Token credit: how much of its response's advantage does each token get?
         # The old policy's log-probs come from one scoring pass, not from the sampler, so that the ratio starts at exactly 1.
         old = score(model, rollout, args, want=("entropy",))                                # logps, entropy (N,T)
-        ref_logps = score(reference, rollout, args).logps if reference else None            # (N,T)
+        with adapter_off(model):
+            ref_logps = score(reference, rollout, args).logps if reference else None        # (N,T)
         # ---- what this method changes ----
         if args.guidance == "prompt":
             negative = score(model, negative_rollout(rollout, batch, tokenizer, args), args)
@@ -258,7 +259,7 @@ def train(args):
         meter = Meter()
         for rows in list(torch.arange(len(mask)).chunk(args.mini_batches)) * args.inner_iterations:
             denominator, batch_loss = loss_denominator(mask[rows], args.aggregate, args.max_new_tokens), 0.0
-            for micro in rows.split(args.micro_batch):
+            for micro in slices(rows, args.micro_batch):
                 logps = token_logps(model, *rollout.rows(micro), temperature=args.temperature, chunk_size=args.chunk_size).logps
                 loss, stats = clipped_kl_loss(
                     logps, old.logps[micro], ref_logps[micro] if reference else None, token_advantages[micro], mask[micro],
