@@ -1408,6 +1408,12 @@ class Run:
             (path / "state.json").write_text(json.dumps({"step": self.step}))
         save_folder(self.checkpoint, write)
 
+    def export(self, model, tokenizer):
+        """LoRA's result as an ordinary checkpoint, merged/ (checkpoint/ holds the adapter): W + (alpha / r) B A, in W's dtype."""
+        plain = copy.deepcopy(model).merge_and_unload()
+        save_folder(self.folder / "merged", lambda path: (plain.save_pretrained(path), tokenizer.save_pretrained(path)))
+        print(f"base and adapter in one, for from_pretrained: {self.folder / 'merged'}")
+
     def loop(self, model, tokenizer, optimizer):
         """Yield the step numbers; seed each step, save when due, and stop cleanly after the first Ctrl-C.
 
@@ -1434,10 +1440,8 @@ class Run:
             self.bar.close()
             signal.signal(signal.SIGINT, previous)
         print(f"{self.step} steps done, {time.time() - STARTED:.0f} s after the script was started; checkpoint: {self.checkpoint}")
-        if self.args.lora_rank and not self.stop:  # checkpoint/ holds the adapter alone
-            plain = copy.deepcopy(model).merge_and_unload()  # W + (alpha / r) B A in W's place, in W's dtype
-            save_folder(self.folder / "merged", lambda path: (plain.save_pretrained(path), tokenizer.save_pretrained(path)))
-            print(f"base and adapter in one, for from_pretrained: {self.folder / 'merged'}")
+        if self.args.lora_rank and not self.stop:
+            self.export(model, tokenizer)
         if self.stop:
             print(f"stopped by Ctrl-C; go on with: --resume --name {self.folder.name}")
             sys.exit(130)

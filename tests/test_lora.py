@@ -182,11 +182,11 @@ def run(toy_checkpoints, diffusion_checkpoint, tmp_path, monkeypatch):
         name = name or f"run{next(count)}"
         own = {"datc": ["--reward-steps", "3"], "dtca": ["--table-rollouts", "2"]}.get(script, [])
         if script in DIFFUSION:
-            own += ["--model", str(diffusion_checkpoint), "--diffusion-steps", "4", "--max-new-tokens", "8"]
+            own += ["--model", str(diffusion_checkpoint), "--diffusion-steps", "4"]
         args = common.parse_args(module.Args, module.TOY, [
             "--checkpoints", str(toy_checkpoints), "--warmup-steps", str(WARMUP), "--prompts-per-step", "2", "--group-size", "4", "--eval-problems", "2",
             "--eval-samples", "1", "--eval-every", "0", "--micro-batch", "3", "--mini-batches", "2", "--lora-rank", "4", "--learning-rate", "0.01",
-            "--name", name, *own, *map(str, flags)])
+            "--max-new-tokens", "8", "--name", name, *own, *map(str, flags)])
         module.train(args)
         return tmp_path / "runs" / name, args
     return train
