@@ -17,7 +17,6 @@ The update of every script is the gradient of
 """
 import argparse
 import contextlib
-import copy
 import csv
 import dataclasses
 import functools
@@ -1209,7 +1208,7 @@ class RunArgs:
     dtype: str = field(default="float32", metadata={"help": "dtype of the weights: bfloat16 for LoRA's frozen base; on a GPU "
                                                     "arithmetic is bfloat16 anyway"})
     lora_rank: int = field(default=0, metadata={"help": "r > 0 trains float32 LoRA adapters only (needs peft); 0: all weights"})
-    gradient_checkpointing: bool = field(default=False, metadata={"help": "less memory, about a third more time"})
+    gradient_checkpointing: bool = field(default=False, metadata={"help": "less memory for one more forward pass"})
     device: str = field(default="auto", metadata={"help": "auto, cpu, cuda"})
     trust_remote_code: bool = field(default=False, metadata={"help": "run code that comes with a checkpoint"})
     story_steps: int = field(default=2, metadata={"help": "arithmetic steps in a story (1 to 6)"})
@@ -1410,7 +1409,7 @@ class Run:
 
     def export(self, model, tokenizer):
         """LoRA's result as an ordinary checkpoint, merged/ (checkpoint/ holds the adapter): W + (alpha / r) B A, in W's dtype."""
-        plain = copy.deepcopy(model).merge_and_unload()
+        plain = model.merge_and_unload()  # in place: the run is over, and a second copy might not fit
         save_folder(self.folder / "merged", lambda path: (plain.save_pretrained(path), tokenizer.save_pretrained(path)))
         print(f"base and adapter in one, for from_pretrained: {self.folder / 'merged'}")
 

@@ -315,7 +315,8 @@ def step_seconds(script, flags, device, **patches):
             clock(device)  # wait for the GPU
             found.append((time.time() - run.started, row["length"]))
     nothing = lambda *inputs: {}
-    patches.update(reward_correct=lambda text, problem: float(torch.rand(()) < 0.5), plot_curve=nothing, report_classes=nothing)
+    patches.update(reward_correct=lambda text, problem: float(torch.rand(()) < 0.5), plot_curve=nothing, report_classes=nothing,
+                   load_problems=lambda args: (common.story_problems(64, 0), common.story_problems(1, 0, "test")))
     patches = {(module, name): value for name, value in patches.items() if hasattr(module, name)}
     patches.update({(common.Run, name): nothing for name in ("evaluate", "save", "export")})
     patches.update({(common.Run, "log"): log, (common.Run, "evaluation_due"): nothing})
@@ -327,6 +328,7 @@ def step_seconds(script, flags, device, **patches):
         stack.enter_context(contextlib.redirect_stdout(null))
         stack.enter_context(contextlib.redirect_stderr(null))
         module.train(args)
+    gc.collect()  # models hold themselves in cycles
     seconds = statistics.median(seconds for seconds, _ in found[1:])
     return seconds, args.prompts_per_step * args.group_size * found[-1][1] / seconds
 
@@ -336,6 +338,8 @@ def check_methods(report, device, small, layers, sizes):
     import transformers
     tokenizer = common.toy_tokenizer()
     numbers = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    if small:
+        numbers["vocab_size"] = 200  # more than the tokenizer knows, as in the real shapes
     full = SimpleNamespace(lora_rank=0, gradient_checkpointing=False, dtype="float32")
     name = "toy" if small else "Qwen3-0.6B"
     kind, _, shape = SHAPES[name]
@@ -353,6 +357,7 @@ def check_methods(report, device, small, layers, sizes):
     for script, flags, base, base_flags in pairs:
         compare(report, script, flags, base, base_flags, sizes, device, bounds, name, load_policy=load, load_reward_model=lambda args: (judge, tokenizer))
     del policy, judge
+    gc.collect()
     name = "toy" if small else f"LLaDA-8B, {layers} layers"
     kind, _, shape = SHAPES["toy" if small else "LLaDA-8B"]
     model = embody(skeleton((kind, True, {**shape, **numbers, "num_hidden_layers": layers}), SimpleNamespace(
@@ -371,19 +376,24 @@ def check_methods(report, device, small, layers, sizes):
                 load_diffusion_policy=load_diffusion)
 
 
+SECONDS = {}  # of the bases measured so far
+
+
 def compare(report, script, flags, base, base_flags, sizes, device, bounds, name, **patches):
     """One row: seconds and tokens per second of script's step, and its time over the base's."""
     label = " ".join([script, *(f for f in flags if f in ("--guidance", "group", "--strata", "0"))])
     if device != "cpu" and time.time() - STARTED > 290:
         report.add(f"{name}: {label}", "left out, the time is up")
         return
-    slow = step_seconds(base, [*sizes, *base_flags], device, **patches) if base else None
+    known = (base, *base_flags)
+    if base and known not in SECONDS:
+        SECONDS[known] = step_seconds(base, [*sizes, *base_flags], device, **patches)[0]
     seconds, speed = step_seconds(script, [*sizes, *flags], device, **patches)
     report.add(f"{name}: {label}, seconds of a step; sampled tokens per second of it", f"{seconds:.3f}; {speed:.0f}")
-    if slow:
+    if base:
         bound = bounds.get(label)
-        report.add(f"{name}: {label}, time of a step / base's", seconds / slow[0], bound and f"target {bound}",
-                   None if device == "cpu" or not bound else seconds / slow[0] < bound + 0.02)
+        report.add(f"{name}: {label}, time of a step / base's", seconds / SECONDS[known], bound and f"target {bound}",
+                   None if device == "cpu" or not bound else seconds / SECONDS[known] < bound + 0.02)
 
 
 def main():
