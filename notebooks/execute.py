@@ -40,7 +40,12 @@ def tidy(notebook):
     for cell in notebook.cells:
         cell.metadata = {}
         if cell.cell_type == "code":
-            cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
+            kept, cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"], []
+            for output in kept:
+                if cell.outputs and output.get("name") == cell.outputs[-1].get("name") == "stdout":
+                    cell.outputs[-1].text += output.text  # a progress bar stood between them
+                else:
+                    cell.outputs.append(output)
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
                          "code_hash": code_hash(notebook)}
 
