@@ -1,10 +1,10 @@
-"""Execute notebooks from top to bottom and store what they print and draw, so that readers see it without running anything.
+"""Execute notebooks and store what they print and draw, so that readers see it without running anything.
 
     python notebooks/execute.py                all of them
     python notebooks/execute.py 01 03          those whose names start so
 
-Beside the outputs the file keeps a hash of its code cells. The tests compute that hash anew: outputs that are older than
-the code above them are found. Needs: pip install nbclient nbformat ipykernel
+Beside the outputs the file keeps a hash of its code cells. The tests compute that hash anew: outputs that are older
+than the code above them are found. Needs: pip install nbclient nbformat ipykernel
 """
 import hashlib
 import os
@@ -28,7 +28,7 @@ def code_hash(notebook):
 
 
 def run(notebook, folder=FOLDER):
-    """A freshly executed copy; `folder` is the working directory. Raises CellExecutionError at the first cell that fails."""
+    """A freshly executed copy; `folder` is the working directory. Raises CellExecutionError where a cell fails."""
     copy = nbformat.from_dict(notebook)
     NotebookClient(copy, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}},
                    record_timing=False).execute()  # times would change the file at every run

@@ -12,7 +12,8 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import execute
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-ABSOLUTE = re.compile(r"(?:^|[\s'\"(=:])(?:/\w[\w.-]*/|~/|[A-Z]:\\)", re.M)  # a path from the root, a home folder, a drive
+# A path from the root, a home folder, a drive.
+ABSOLUTE = re.compile(r"(?:^|[\s'\"(=:])(?:/\w[\w.-]*/|~/|[A-Z]:\\)", re.M)
 on_each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -41,7 +42,8 @@ def test_first_cell_runs_from_the_repository_root(path):
     """It finds the scripts and the checkpoints from there as well."""
     notebook = read(path)
     first = notebook.cells.index(code_cells(notebook)[0])
-    notebook.cells = notebook.cells[:first + 1] + [nbformat.v4.new_code_cell("import os, common; print(os.path.exists('grpo.py'))")]
+    check = nbformat.v4.new_code_cell("import os, common; print(os.path.exists('grpo.py'))")
+    notebook.cells = notebook.cells[:first + 1] + [check]
     assert execute.run(notebook, ROOT).cells[-1].outputs[0].text == "True\n"
 
 
@@ -49,7 +51,8 @@ def test_first_cell_runs_from_the_repository_root(path):
 def test_outputs_are_those_of_the_present_code(path):
     notebook = read(path)
     cells = code_cells(notebook)
-    assert notebook.metadata.get("code_hash") == execute.code_hash(notebook), f"run: python notebooks/execute.py {path.name}"
+    what_to_do = f"run: python notebooks/execute.py {path.name}"
+    assert notebook.metadata.get("code_hash") == execute.code_hash(notebook), what_to_do
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert not [o for cell in cells for o in cell.outputs if o.output_type == "error" or o.get("name") == "stderr"]
     assert sum(bool(cell.outputs) for cell in cells) > len(cells) / 2
@@ -68,7 +71,8 @@ def test_an_edited_code_cell_is_noticed(path):
 @on_each
 def test_shows_no_place_of_the_machine_that_ran_it_and_is_small(path):
     outputs = [o for cell in code_cells(read(path)) for o in cell.outputs]
-    text = "\n".join([o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in outputs] + [json.dumps(read(path).metadata)])
+    text = "\n".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in outputs)
+    text += "\n" + json.dumps(read(path).metadata)
     assert not ABSOLUTE.findall(text)
     assert path.stat().st_size < 400_000
 
