@@ -1,13 +1,17 @@
 """The experiments behind the README's tables. Every part runs alone, resumes after an interruption, and writes a CSV file.
 
+    python notebooks/experiments.py localisation          where each method puts its credit, on shared rollouts with known truth
     python notebooks/experiments.py toy                   grpo.py as a new user runs it: warm start included, both cores
     python notebooks/experiments.py learning              each method against the same script at its neutral setting, on the toy
     python notebooks/experiments.py diffusion             the same for the masked diffusion scripts
+    python notebooks/experiments.py noise                 group size, length of the story, flipped rewards: one at a time
     python notebooks/experiments.py smollm2               all autoregressive scripts on SmolLM2-135M-Instruct, a few steps
     python notebooks/experiments.py cost                  the benchmarks, their output kept as text
-    python notebooks/experiments.py tables                write the README's tables from notebooks/results/*.csv
+    python notebooks/experiments.py tables                write the README's tables and the pictures from notebooks/results/
+    python notebooks/experiments.py all                   all of it; prints its plan first
 
-Options: --seeds 0 1 2   --only NAME ...   --jobs 2 (runs side by side, one thread each)   --steps N (shorter runs, to try it)
+Options: --quick (every part at a tiny scale, in a temporary folder; nothing of the repository is touched: `all --quick` takes
+minutes)   --seeds 0 1 2   --only NAME ...   --jobs 2 (runs side by side, one thread each)   --steps N   --work FOLDER
 
 Numbers in the README come from these files alone; nothing is typed by hand.
 """
@@ -21,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +33,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "notebooks" / "results"
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "notebooks")]
 
 # name -> (script, flags, the row it is compared with). A method is compared with ITS OWN SCRIPT at the neutral setting: same
 # base, same sampler, same seeds. Against plain grpo.py one would mostly compare the bases (clip range, aggregation, KL).
@@ -57,7 +63,28 @@ DIFFUSION = {
     "dtca": ("dtca.py", "", "dtca, neutral"),
 }
 
-BENCHMARKS = ("bench_logps", "bench_sampling", "bench_step", "bench_diffusion")
+# One factor at a time; a step has 512 responses in each. 30 steps, not 60, to keep the full run within four hours.
+NOISE_ROWS = ("grpo", "delta, neutral", "delta", "gctca, neutral", "gctca prompt", "datc, neutral", "datc")
+NOISE_STEPS = "--steps 30"
+CONDITIONS = {
+    "as it is": "",
+    "groups of 4": "--group-size 4 --prompts-per-step 128",
+    "groups of 16": "--group-size 16 --prompts-per-step 32",
+    "3 steps of arithmetic": "--story-steps 3",
+    "5 steps of arithmetic": "--story-steps 5 --max-new-tokens 48",
+    "5 % of rewards flipped": "",  # through flipped.py
+}
+
+BENCHMARKS = {"bench_logps": "--quick", "bench_sampling": "--toy-only --pairs 1", "bench_step": "--toy-only --pairs 1",
+              "bench_diffusion": "--toy-only --pairs 1"}  # name -> its flags in a quick run
+
+# A quick run shows that everything works and what it looks like; its numbers mean nothing.
+QUICK = "--steps 2 --prompts-per-step 8 --eval-problems 16 --eval-samples 2 --eval-every 1 --warmup-steps 100"
+QUICK_OF = {"datc.py": "--reward-steps 20", "dtca.py": "--table-rollouts 8"}
+SEEDS = {"localisation": range(5), "toy": range(3), "learning": range(5), "diffusion": range(5), "noise": range(3)}
+
+# Minutes of a full part on two cores of about 2020, one thread per run: a guess until results/PART.json holds a measured time.
+MINUTES = {"localisation": 5, "toy": 8, "learning": 75, "diffusion": 60, "noise": 60, "smollm2": 15, "cost": 10, "tables": 1}
 
 
 def read_rows(path):
@@ -75,91 +102,150 @@ def write_rows(path, rows):
     temporary.rename(path)
 
 
-def run_script(name, script, flags, seed, steps, log):
-    """One training run in ROOT/runs; continues an interrupted one, and starts over one that has no checkpoint yet."""
-    label = f"{name.replace(', ', '-').replace(' ', '-')}-seed{seed}"
-    folder = ROOT / "runs" / label
-    command = [sys.executable, script, "--name", label, "--seed", str(seed), *flags.split(), *(["--steps", str(steps)] if steps else [])]
+def seeds_of(part, options):
+    return options.seeds if options.seeds is not None else list(SEEDS[part])[:1 if options.quick else None]
+
+
+# ---- training runs: learning, diffusion, noise -------------------------------------------------------------------------
+
+def warm_starts(options, scripts, story_steps):
+    """Make the toy's checkpoints before runs start side by side: two of them must not train the same one at once."""
+    import common
+    import daca
+    import datc
+    size = ["--checkpoints", str(options.work / "checkpoints"), "--story-steps", str(story_steps),
+            *(["--warmup-steps", "100"] if options.quick else [])]
+    scripts = {Path(script).name for script in scripts}
+    if scripts & {"daca.py", "dtca.py"}:
+        common.load_diffusion_policy(common.parse_args(daca.Args, daca.TOY, size))
+    if scripts - {"daca.py", "dtca.py"}:
+        args = common.parse_args(datc.Args, datc.TOY, size + (QUICK_OF["datc.py"].split() if options.quick else []))
+        common.load_policy(args)
+        if "datc.py" in scripts:
+            datc.load_reward_model(args)
+
+
+def run_script(options, label, script, flags, seed):
+    """One training run in the folder runs/; continues an interrupted one, and starts over one that has no checkpoint yet."""
+    label = f"{re.sub('[^a-z0-9]+', '-', label)}-seed{seed}"
+    folder, log = options.work / "runs" / label, options.work / "runs" / "experiments.log"
+    arguments = [*script.split(), "--name", label, "--seed", str(seed), *flags.split()]
+    if options.quick:
+        arguments += [*QUICK.split(), *QUICK_OF.get(script.split()[-1], "").split()]
+    if options.steps:
+        arguments += ["--steps", str(options.steps)]
     if not (folder / "done").exists():
+        resume = []
         if (folder / "checkpoint").exists() or (folder / "checkpoint.old").exists():
-            command.append("--resume")
+            resume = ["--resume"]
         elif folder.exists():
             subprocess.run(["rm", "-r", str(folder)], check=True)
+        log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "a") as file:
-            subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            subprocess.run([sys.executable, str(ROOT / arguments[0]), *arguments[1:], *resume], cwd=options.work, stdout=file,
+                           stderr=file, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         (folder / "done").touch()
-    return read_rows(folder / "metrics.csv"), " ".join(command[1:]).replace(" --resume", "")
+    return read_rows(folder / "metrics.csv"), " ".join(arguments)
 
 
-def learning(options, table=LEARNING, file="learning.csv"):
-    """Before/after accuracy, and seconds, of every row and seed -> results/learning.csv, with the evaluations along the way."""
-    names = options.only or list(table)
-    log = ROOT / "runs" / "experiments.log"
-    log.parent.mkdir(exist_ok=True)
-    jobs = [(name, seed) for seed in options.seeds for name in names]
-    kept = [r for r in (read_rows(RESULTS / file) if (RESULTS / file).exists() else []) if (r["row"], int(r["seed"])) not in jobs]
+def run_all(options, path, jobs, order):
+    """Train every job and keep one line for each in `path`: before and after, the evaluations along the way, seconds.
+
+    jobs: [(key, label, script, flags, seed)], key: the columns that name the line, e.g. {"row": "delta", "seed": 1}.
+    order: from a line's key to where it stands in the file. Lines of other keys stay.
+    """
+    name = lambda r: tuple(str(r[column]) for column in jobs[0][0])
+    mine = {name(job[0]) for job in jobs}
+    kept = [r for r in (read_rows(path) if path.exists() else []) if name(r) not in mine]
 
     def one(job):
-        name, seed = job
-        script, flags, _ = table[name]
-        rows, command = run_script(name, script, flags, seed, options.steps, log)
+        key, label, script, flags, seed = job
+        rows, command = run_script(options, label, script, flags, seed)
         evaluated = [r for r in rows if r.get("eval_mean")]
         first, last = evaluated[0], evaluated[-1]
-        return {"row": name, "seed": seed, "steps": last["step"], "before_mean": first["eval_mean"], "after_mean": last["eval_mean"],
+        return {**key, "steps": last["step"], "before_mean": first["eval_mean"], "after_mean": last["eval_mean"],
                 "before_greedy": first["eval_greedy"], "after_greedy": last["eval_greedy"], "reward_first": rows[1]["reward"],
                 "reward_last": rows[-1]["reward"], "seconds": f"{sum(float(r['seconds']) for r in rows):.1f}",
                 "curve": " ".join(f"{r['step']}:{float(r['eval_mean']):.4f}" for r in evaluated), "command": command}
 
-    with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(jobs), desc=file) as bar:
+    with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(jobs), desc=path.name) as bar:
         done = []
         for result in pool.map(one, jobs):
             done.append(result)
-            order = list(table)
-            write_rows(RESULTS / file, sorted(kept + done, key=lambda r: (order.index(r["row"]), int(r["seed"]))))
+            write_rows(path, sorted(kept + done, key=order))
             bar.update()
 
 
-def mean_and_spread(values):
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+def learning(options, table=LEARNING, part="learning"):
+    """Before/after accuracy, and seconds, of every row and seed -> results/learning.csv, with the evaluations along the way."""
+    names = options.only or list(table)
+    warm_starts(options, [table[name][0] for name in names], 2)
+    jobs = [({"row": name, "seed": seed}, name, table[name][0], f"{table[name][1]} --eval-every 10", seed)
+            for seed in seeds_of(part, options) for name in names]
+    run_all(options, options.results / f"{part}.csv", jobs, lambda r: (list(table).index(r["row"]), int(r["seed"])))
+    learning_picture(table, part, options.results)
 
 
-def learning_table(table=LEARNING, file="learning.csv"):
-    """Markdown of a results file: mean ± standard deviation over seeds, and the paired difference to the neutral row."""
-    rows = read_rows(RESULTS / file)
-    get = lambda name, column: {r["seed"]: float(r[column]) for r in rows if r["row"] == name}
-    lines = ["| script and setting | sampled before | sampled after | greedy after | after, minus neutral (same seeds) | seconds |",
-             "|---|---|---|---|---|---|"]
-    for name, (script, flags, neutral) in table.items():
-        after = get(name, "after_mean")
-        if not after:
-            continue
-        paired = [after[s] - get(neutral, "after_mean")[s] for s in after if s in get(neutral, "after_mean")] if neutral else []
-        difference = f"{statistics.mean(paired):+.3f} ({min(paired):+.3f} to {max(paired):+.3f})" if paired else ""
-        lines.append(f"| `{script} {flags}`".rstrip("` ") + f"` | {mean_and_spread(list(get(name, 'before_mean').values()))} | "
-                     f"{mean_and_spread(list(after.values()))} | {mean_and_spread(list(get(name, 'after_greedy').values()))} | {difference} | "
-                     f"{statistics.median(get(name, 'seconds').values()):.0f} |")
-    seeds = sorted({int(r["seed"]) for r in rows})
-    lines.append(f"\nSeeds {', '.join(map(str, seeds))}; mean ± standard deviation over seeds, differences as mean (smallest to largest); "
-                 f"seconds: median of a run without the warm start, on one core. Reproduce: `python notebooks/experiments.py "
-                 f"{file.removesuffix('.csv')} --seeds {' '.join(map(str, seeds))}`.")
-    return "\n".join(lines)
+def diffusion(options):
+    learning(options, DIFFUSION, "diffusion")
 
+
+def noise(options):
+    """Some rows of `learning` under one changed condition at a time -> results/noise.csv. --only takes rows or conditions."""
+    rows = [n for n in NOISE_ROWS if not options.only or n in options.only] or NOISE_ROWS
+    conditions = [c for c in CONDITIONS if not options.only or c in options.only] or CONDITIONS
+    if options.quick and not options.only:
+        rows = ("grpo", "datc")
+    for steps in (2, 3, 5):
+        if any(f"{steps} steps" in c or (steps == 2 and "steps" not in c) for c in conditions):
+            warm_starts(options, [LEARNING[n][0] for n in rows], steps)
+    jobs = []
+    for condition in conditions:
+        for seed in seeds_of("noise", options):
+            for name in rows:
+                script, flags, _ = LEARNING[name]
+                script = f"notebooks/flipped.py {script}" if "flipped" in condition else script
+                jobs.append(({"condition": condition, "row": name, "seed": seed}, f"noise-{condition}-{name}", script,
+                             f"{flags} {CONDITIONS[condition]} {NOISE_STEPS} --eval-every 0", seed))
+    run_all(options, options.results / "noise.csv", jobs,
+            lambda r: (list(CONDITIONS).index(r["condition"]), NOISE_ROWS.index(r["row"]), int(r["seed"])))
+
+
+# ---- where the credit goes -----------------------------------------------------------------------------------------------
+
+def localisation(options):
+    """Rank and size of the first wrong token's credit, every set, method and seed -> results/localisation.csv."""
+    import localisation as measure
+    sizes = {"checkpoints": str(options.work / "checkpoints")}
+    if options.quick:
+        sizes.update(warmup_steps=100, reward_steps=20, table_rollouts=8)
+    rows = []
+    for name in options.only or measure.SETS:
+        for seed in tqdm(seeds_of("localisation", options), desc=f"localisation, {name}"):
+            rows += measure.localise(name, seed, sizes, prompts=16 if options.quick else 64)
+            write_rows(options.results / "localisation.csv", rows)
+    localisation_picture(options.results)
+
+
+# ---- the toy as a new user runs it, a real checkpoint, the benchmarks ------------------------------------------------------
 
 def toy(options):
     """Default grpo.py for each seed, from nothing, with the seconds that it prints itself -> results/toy.csv."""
     rows = []
-    for seed in options.seeds:
+    for seed in seeds_of("toy", options):
         label = f"toy-seed{seed}"
-        subprocess.run(["rm", "-rf", str(ROOT / "runs" / label)], check=True)
+        subprocess.run(["rm", "-rf", str(options.work / "runs" / label)], check=True)
         with tempfile.TemporaryDirectory() as checkpoints:
-            command = [sys.executable, "grpo.py", "--name", label, "--seed", str(seed), "--checkpoints", checkpoints]
-            printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        metrics = [r for r in read_rows(ROOT / "runs" / label / "metrics.csv") if r["eval_mean"]]
-        rows.append({"seed": seed, "sampled before": f"{float(metrics[0]['eval_mean']):.3f}", "sampled after": f"{float(metrics[-1]['eval_mean']):.3f}",
-                     "greedy before": f"{float(metrics[0]['eval_greedy']):.3f}", "greedy after": f"{float(metrics[-1]['eval_greedy']):.3f}",
-                     "pass@8 before": f"{float(metrics[0]['eval_pass@8']):.3f}", "pass@8 after": f"{float(metrics[-1]['eval_pass@8']):.3f}",
+            command = [sys.executable, str(ROOT / "grpo.py"), "--name", label, "--seed", str(seed), "--checkpoints", checkpoints,
+                       *(QUICK.split() if options.quick else [])]
+            printed = subprocess.run(command, cwd=options.work, capture_output=True, text=True, check=True).stdout
+        metrics = [r for r in read_rows(options.work / "runs" / label / "metrics.csv") if r["eval_mean"]]
+        first, last, best = metrics[0], metrics[-1], [name for name in metrics[0] if name.startswith("eval_pass@")][0]
+        rows.append({"seed": seed, "sampled before": f"{float(first['eval_mean']):.3f}", "sampled after": f"{float(last['eval_mean']):.3f}",
+                     "greedy before": f"{float(first['eval_greedy']):.3f}", "greedy after": f"{float(last['eval_greedy']):.3f}",
+                     f"{best[5:]} before": f"{float(first[best]):.3f}", f"{best[5:]} after": f"{float(last[best]):.3f}",
                      "seconds, warm start included": re.search(r"(\d+) s after the script was started", printed)[1]})
-        write_rows(RESULTS / "toy.csv", rows)
+        write_rows(options.results / "toy.csv", rows)
 
 
 SMOLLM2 = {  # flags besides the shared ones; the first row is 20 steps of plain GRPO
@@ -169,24 +255,29 @@ SMOLLM2 = {  # flags besides the shared ones; the first row is 20 steps of plain
 
 def smollm2(options):
     """Short additions on SmolLM2-135M-Instruct -> results/smollm2.csv; shows that every script runs on a real checkpoint."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import smollm2 as package
-    folder, data, rng = package.smollm2_folder(ROOT / "checkpoints"), ROOT / "checkpoints" / "additions.jsonl", random.Random(0)
+    if options.quick and package.smollm2_gguf() is None:
+        print("smollm2: left out, the checkpoint's package is not installed (see tests/smollm2.py)")
+        return
+    checkpoints, rng = options.work / "checkpoints", random.Random(0)
+    folder, data = package.smollm2_folder(checkpoints), checkpoints / "additions.jsonl"
     with open(data, "w") as file:
         for _ in range(500):
             a, b = rng.randint(1, 20), rng.randint(1, 20)
             file.write(json.dumps({"question": f"What is {a} + {b}? Answer with just a number.", "answer": str(a + b)}) + "\n")
     rows = []
-    for script, flags in SMOLLM2.items():
+    for script, flags in list(SMOLLM2.items())[:1 if options.quick else None]:
         label = "smollm2-" + re.sub(r"\W+", "-", script)
-        subprocess.run(["rm", "-rf", str(ROOT / "runs" / label)], check=True)
+        subprocess.run(["rm", "-rf", str(options.work / "runs" / label)], check=True)
         # The reward model's head is trained on story answers, so datc.py's task is stories.
         task = (["--reward-model", f"train:{folder}", "--max-new-tokens", "48"] if script == "datc.py" else
                 ["--data", str(data), "--instruction", "", "--max-new-tokens", "16"])
         shared = ["--model", str(folder), *task, "--prompts-per-step", "4", "--learning-rate", "1e-5", "--eval-every", "10",
                   "--eval-problems", "32", "--save-every", "0", "--name", label]
-        subprocess.run([sys.executable, *script.split(), *shared, *flags.split()], cwd=ROOT, check=True)
-        metrics = read_rows(ROOT / "runs" / label / "metrics.csv")
+        tiny = "--steps 2 --prompts-per-step 1 --max-new-tokens 8 --eval-problems 2".split() if options.quick else []
+        name, *own = script.split()
+        subprocess.run([sys.executable, str(ROOT / name), *own, *shared, *flags.split(), *tiny], cwd=options.work, check=True)
+        metrics = read_rows(options.work / "runs" / label / "metrics.csv")
         first, last = [r for r in metrics if r["eval_mean"]][0], [r for r in metrics if r["eval_mean"]][-1]
         steps = [float(r["seconds"]) for r in metrics[1:] if not r["eval_mean"]]
         mean = lambda part: statistics.mean(float(r["reward"]) for r in part)
@@ -194,54 +285,313 @@ def smollm2(options):
                      "reward, last 5 steps": f"{mean(metrics[-5:]):.3f}", "held-out sampled before": f"{float(first['eval_mean']):.3f}",
                      "after": f"{float(last['eval_mean']):.3f}", "greedy before": f"{float(first['eval_greedy']):.3f}",
                      "greedy after": f"{float(last['eval_greedy']):.3f}", "seconds per step": f"{statistics.median(steps):.1f}"})
-        write_rows(RESULTS / "smollm2.csv", rows)
+        write_rows(options.results / "smollm2.csv", rows)
 
 
 def cost(options):
     """Run the benchmarks; their output, as printed, -> results/NAME.txt."""
     for name in options.only or BENCHMARKS:
-        done = subprocess.run([sys.executable, f"tests/{name}.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-        (RESULTS / f"{name}.txt").write_text(done.stdout)
+        flags = BENCHMARKS[name].split() if options.quick else []
+        done = subprocess.run([sys.executable, str(ROOT / "tests" / f"{name}.py"), *flags], cwd=options.work, capture_output=True, text=True, check=True)
+        options.results.mkdir(parents=True, exist_ok=True)
+        (options.results / f"{name}.txt").write_text(done.stdout)
         print(done.stdout)
 
 
-def plain_table(file):
+# ---- statistics and tables --------------------------------------------------------------------------------------------------
+
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # 97.5 %, by n - 1
+
+
+def mean_and_spread(values):
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+
+
+def mean_and_interval(values):
+    """Mean of paired differences and its 95 % t interval, as text; one value has no interval.
+
+    >>> mean_and_interval([0.1, 0.2, 0.3])          # 4.303 * 0.1 / sqrt(3)
+    '+0.200 (-0.048 to +0.448)'
+    """
+    mean = statistics.mean(values)
+    if len(values) == 1:
+        return f"{mean:+.3f}"
+    half = STUDENT[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+
+
+def reached(curve, level=0.8):
+    """Step at which a run's curve "step:accuracy ..." crosses `level`, between two evaluations by a straight line; or None.
+
+    >>> reached("0:0.5 10:0.7 20:0.9"), reached("0:0.5 10:0.7"), reached("0:0.9 10:0.7")
+    (15.0, None, 0.0)
+    """
+    points = [tuple(map(float, point.split(":"))) for point in curve.split()]
+    if points[0][1] >= level:
+        return points[0][0]
+    for (s0, a0), (s1, a1) in zip(points, points[1:]):
+        if a1 >= level:
+            return s0 + (s1 - s0) * (level - a0) / (a1 - a0)
+    return None
+
+
+def wall_time(part, results):
+    """One sentence about the measured wall time of a part, or nothing."""
+    path = results / f"{part}.json"
+    if not path.exists():
+        return ""
+    wall = json.loads(path.read_text())
+    return f" Wall time {wall['minutes']:.0f} min on {wall['cores']} cores, {wall['jobs']} runs side by side."
+
+
+def command(part, rows):
+    seeds = sorted({int(r["seed"]) for r in rows})
+    return f"`python notebooks/experiments.py {part} --seeds {' '.join(map(str, seeds))}`"
+
+
+def learning_table(table=LEARNING, part="learning", results=RESULTS):
+    """Markdown of a results file: mean ± standard deviation over seeds, and the paired difference to the neutral row."""
+    rows = read_rows(results / f"{part}.csv")
+    get = lambda name, column: {r["seed"]: float(r[column]) for r in rows if r["row"] == name}
+    lines = ["| script and setting | seeds | sampled before | sampled after | greedy after | steps to 0.8 | seconds to 0.8 | after, minus neutral (same seeds) |",
+             "|---|---|---|---|---|---|---|---|"]
+    for name, (script, flags, neutral) in table.items():
+        after = get(name, "after_mean")
+        if not after:
+            continue
+        paired = [after[s] - get(neutral, "after_mean")[s] for s in after if s in get(neutral, "after_mean")] if neutral else []
+        mine = [(reached(r["curve"]), r) for r in rows if r["row"] == name]
+        steps = [step for step, _ in mine if step is not None]
+        seconds = [step * float(r["seconds"]) / float(r["steps"]) for step, r in mine if step is not None]
+        some = f" ({len(steps)} of {len(mine)})" if 0 < len(steps) < len(mine) else ""
+        lines.append(f"| `{f'{script} {flags}'.strip()}` | {len(after)} | {mean_and_spread(list(get(name, 'before_mean').values()))} | "
+                     f"{mean_and_spread(list(after.values()))} | {mean_and_spread(list(get(name, 'after_greedy').values()))} | "
+                     f"{f'{statistics.mean(steps):.0f}' if steps else 'never'}{some} | {f'{statistics.median(seconds):.0f}' if seconds else 'never'} | "
+                     f"{mean_and_interval(paired) if paired else ''} |")
+    total = sum(float(r["seconds"]) for r in rows) / 60
+    lines.append(f"\nMean ± standard deviation over seeds; differences with their 95 % t interval. Steps to 0.8 of sampled accuracy by a straight line "
+                 f"between two evaluations, mean over the seeds that reach it; seconds: those steps times the run's mean seconds per step on one core "
+                 f"(evaluation included, warm start not), median. {len(rows)} runs, {total:.0f} minutes of one core together."
+                 f"{wall_time(part, results)} Reproduce: {command(part, rows)}.")
+    return "\n".join(lines)
+
+
+def noise_table(results=RESULTS):
+    """Markdown: sampled accuracy after training under each condition, and what a method adds to its neutral row there."""
+    rows = read_rows(results / "noise.csv")
+    shown = [c for c in CONDITIONS if any(r["condition"] == c for r in rows)]
+    get = lambda condition, name, column: {r["seed"]: float(r[column]) for r in rows if (r["condition"], r["row"]) == (condition, name)}
+    lines = [f"| script and setting | {' | '.join(shown)} |", f"|---|{'---|' * len(shown)}"]
+    before = [[float(r["before_mean"]) for r in rows if r["condition"] == c] for c in shown]
+    lines.append(f"| before training | {' | '.join(f'{statistics.mean(b):.3f}' for b in before)} |")
+    for name in NOISE_ROWS:
+        script, flags, neutral = LEARNING[name]
+        if not any(r["row"] == name for r in rows):
+            continue
+        after = [get(c, name, "after_mean") for c in shown]
+        lines.append(f"| `{f'{script} {flags}'.strip()}` | {' | '.join(mean_and_spread(list(a.values())) if a else '' for a in after)} |")
+        if neutral:
+            bases = [get(c, neutral, "after_mean") for c in shown]
+            paired = [[a[s] - b[s] for s in a if s in b] for a, b in zip(after, bases)]
+            if any(paired):
+                lines.append(f"| minus neutral | {' | '.join(mean_and_interval(d) if d else '' for d in paired)} |")
+    total = sum(float(r["seconds"]) for r in rows) / 60
+    lines.append(f"\nSampled accuracy on held-out problems after {rows[0]['steps']} steps, mean ± standard deviation over seeds; differences with their 95 % t "
+                 f"interval. 512 responses in a step under every condition. {len(rows)} runs, {total:.0f} minutes of one core together.{wall_time('noise', results)} "
+                 f"Reproduce: {command('noise', rows)}.")
+    return "\n".join(lines)
+
+
+SET_TITLES = {"toy": "The toy: a wrong number is also a surprising one",
+              "hard": "The hard set: the wrong number is as likely as the right one",
+              "diffusion": "Masked diffusion, on the toy"}
+
+
+def localisation_table(results=RESULTS):
+    """Markdown: one table per set, a line per method, mean and bootstrap interval over seeds."""
+    from localisation import interval
+    rows, lines = read_rows(results / "localisation.csv"), []
+    for name, title in SET_TITLES.items():
+        part = [r for r in rows if r["set"] == name]
+        if not part:
+            continue
+        lines += [f"**{title}.**\n", "| credit | AUC, all tokens | of the score behind it | AUC, results only | blame of that token (mean 1) | right responses: credit on numbers |",
+                  "|---|---|---|---|---|---|"]
+        for method in dict.fromkeys(r["method"] for r in part):
+            values = lambda column: [float(r[column]) for r in part if r["method"] == method]
+            show = lambda column: "{:.3f} ({:.3f} to {:.3f})".format(*interval(values(column))) if values(column) == values(column) else ""
+            mean = lambda column, digits: f"{statistics.mean(values(column)):.{digits}f}"
+            score = "" if mean("auc_score", 3) == "nan" else mean("auc_score", 3)
+            lines.append(f"| {method} | {show('auc')} | {score} | {show('auc_results')} | {mean('relative', 2)} | {mean('share_numbers', 2)} |")
+        seen = {r["seed"]: r for r in part}.values()
+        total = lambda column: sum(int(r[column]) for r in seen)
+        lines.append(f"\n{len(seen)} seeds, {total('responses')} responses, {total('wrong')} of them wrong with a first wrong result and a mixed group, "
+                     f"sampled accuracy {statistics.mean(float(r['accuracy']) for r in seen):.2f}; of the wrong ones "
+                     f"{statistics.mean(float(r['other_fault']) for r in seen):.0%} have another first fault and are left out.\n")
+    seconds = sum(float(r["seconds"]) for r in {(r["set"], r["seed"]): r for r in rows}.values())
+    lines.append(f"Mean and 95 % bootstrap interval over seeds (new problems and samples, the same warm start). {seconds:.0f} s in all, without the warm starts."
+                 f"{wall_time('localisation', results)} Reproduce: {command('localisation', rows)}.")
+    return "\n".join(lines)
+
+
+def plain_table(part, results=RESULTS):
     """A results file as it is, in Markdown."""
-    rows = read_rows(RESULTS / f"{file}.csv")
+    rows = read_rows(results / f"{part}.csv")
     lines = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0]), *(" | ".join(r.values()) for r in rows)]
-    return "\n".join(f"| {line} |" for line in lines) + f"\n\nReproduce: `python notebooks/experiments.py {file}`."
+    return "\n".join(f"| {line} |" for line in lines) + f"\n\nReproduce: `python notebooks/experiments.py {part}`.{wall_time(part, results)}"
 
 
-def cost_text():
-    texts = [(name, RESULTS / f"{name}.txt") for name in BENCHMARKS]
+def cost_text(results=RESULTS):
+    texts = [(name, results / f"{name}.txt") for name in BENCHMARKS]
     return "\n".join(f"`python tests/{name}.py`\n\n```text\n{path.read_text().strip()}\n```\n" for name, path in texts if path.exists())
 
 
-TABLES = {"toy": lambda: plain_table("toy"), "smollm2": lambda: plain_table("smollm2"), "learning": learning_table,
-          "diffusion": lambda: learning_table(DIFFUSION, "diffusion.csv"), "cost": cost_text}
+TABLES = {"localisation": localisation_table, "toy": lambda results: plain_table("toy", results), "smollm2": lambda results: plain_table("smollm2", results),
+          "learning": lambda results: learning_table(results=results), "diffusion": lambda results: learning_table(DIFFUSION, "diffusion", results),
+          "noise": noise_table, "cost": cost_text}
 
 
-def tables(_=None):
-    """Replace what stands between the README's markers <!-- table NAME --> and <!-- end -->."""
-    path = ROOT / "README.md"
-    text = path.read_text()
-    for name, make in TABLES.items():
+def measured(results):
+    """The tables for which there are results."""
+    return [name for name in TABLES if (results / f"{name}.csv").exists() or (name == "cost" and cost_text(results))]
+
+
+def render(text, results=RESULTS):
+    """`text` with what stands between its markers <!-- table NAME --> and <!-- end --> made anew from the results."""
+    for name in measured(results):
         marker = f"<!-- table {name} -->"
-        if marker in text and (name == "cost" or (RESULTS / f"{name}.csv").exists()):
+        if marker in text:
             before, rest = text.split(marker)
-            text = f"{before}{marker}\n{make()}\n<!-- end -->{rest.split('<!-- end -->', 1)[1]}"
-    path.write_text(text)
+            text = f"{before}{marker}\n{TABLES[name](results)}\n<!-- end -->{rest.split('<!-- end -->', 1)[1]}"
+    return text
 
 
-PARTS = {"toy": toy, "learning": learning, "diffusion": lambda options: learning(options, DIFFUSION, "diffusion.csv"), "smollm2": smollm2,
+def tables(options):
+    """The README's tables and the pictures; in another folder than the repository's, results/tables.md instead."""
+    for draw in (lambda r: learning_picture(LEARNING, "learning", r), lambda r: learning_picture(DIFFUSION, "diffusion", r), localisation_picture):
+        draw(options.results)
+    if options.results == RESULTS:
+        path = ROOT / "README.md"
+        path.write_text(render(path.read_text()))
+    else:
+        text = "\n\n".join(f"## {name}\n\n{TABLES[name](options.results)}" for name in measured(options.results))
+        options.results.mkdir(parents=True, exist_ok=True)
+        (options.results / "tables.md").write_text(text + "\n")
+        print(text)
+
+
+# ---- pictures ---------------------------------------------------------------------------------------------------------------
+
+def pyplot():
+    import matplotlib
+    if "matplotlib.pyplot" not in sys.modules:  # a notebook has its own way to show pictures
+        matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    return plt
+
+
+def learning_picture(table=LEARNING, part="learning", results=RESULTS):
+    """Curves of sampled accuracy, mean over seeds with a band from the worst to the best seed; a panel for each base."""
+    if not (results / f"{part}.csv").exists():
+        return
+    plt, rows, panels = pyplot(), read_rows(results / f"{part}.csv"), {}
+    for name, (_, _, neutral) in table.items():
+        panels.setdefault(neutral or name, []).append(name)
+    panels = {base: names for base, names in panels.items() if any(r["row"] in names for r in rows)}
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.4), sharey=True, squeeze=False)
+    for axis, (base, names) in zip(axes[0], panels.items()):
+        for name in names:
+            curves = [dict(point.split(":") for point in r["curve"].split()) for r in rows if r["row"] == name]
+            steps = sorted(set.intersection(*(set(map(int, c)) for c in curves))) if curves else []
+            if steps:
+                values = [[float(c[str(step)]) for c in curves] for step in steps]
+                line, = axis.plot(steps, [statistics.mean(v) for v in values], "--" if name == base else "-", label=f"{name} ({len(curves)})")
+                axis.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.2, color=line.get_color())
+        axis.axhline(0.8, color="grey", linewidth=0.5)
+        axis.set_xlabel("step")
+        axis.legend(fontsize=7)
+    axes[0, 0].set_ylabel("sampled accuracy, held out")
+    figure.savefig(results / f"{part}.png", dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
+def localisation_picture(results=RESULTS):
+    """Both AUCs of every method, a panel per set: mean and bootstrap interval over seeds."""
+    from localisation import interval
+    if not (results / "localisation.csv").exists():
+        return
+    plt, rows = pyplot(), read_rows(results / "localisation.csv")
+    names = [name for name in SET_TITLES if any(r["set"] == name for r in rows)]
+    figure, axes = plt.subplots(1, len(names), figsize=(4.6 * len(names), 4.2), sharex=True, squeeze=False)
+    for axis, name in zip(axes[0], names):
+        part = [r for r in rows if r["set"] == name]
+        methods = list(dict.fromkeys(r["method"] for r in part))
+        for column, label, shift in (("auc", "among all tokens", -0.12), ("auc_results", "among results", 0.12)):
+            found = [interval([float(r[column]) for r in part if r["method"] == m]) for m in methods]
+            error = [[mean - low for mean, low, _ in found], [high - mean for mean, _, high in found]]
+            axis.errorbar([mean for mean, _, _ in found], [y + shift for y in range(len(methods))], xerr=error, fmt="o", markersize=4, label=label)
+        axis.set_yticks(range(len(methods)), methods, fontsize=8)
+        axis.invert_yaxis()
+        axis.axvline(0.5, color="grey", linewidth=0.5)
+        axis.set(title=SET_TITLES[name].replace(": ", ":\n"), xlim=(-0.03, 1.03), xlabel="AUC of the first wrong number")
+        axis.title.set_fontsize(9)
+    axes[0, 0].legend(fontsize=8, loc="lower left")
+    figure.tight_layout()
+    figure.savefig(results / "localisation.png", dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
+# ---- the command line ---------------------------------------------------------------------------------------------------------
+
+PARTS = {"localisation": localisation, "toy": toy, "learning": learning, "diffusion": diffusion, "noise": noise, "smollm2": smollm2,
          "cost": cost, "tables": tables}
+RESUMING = ("learning", "diffusion", "noise")  # their wall time adds up over the calls that made them
 
-if __name__ == "__main__":
+
+def timed(part, options):
+    """Run a part and keep its wall time in results/PART.json."""
+    started, path = time.time(), options.results / f"{part}.json"
+    PARTS[part](options)
+    minutes = (time.time() - started) / 60
+    if part == "tables":
+        return
+    if part in RESUMING and path.exists():
+        minutes += json.loads(path.read_text())["minutes"]
+    options.results.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"minutes": round(minutes, 2), "jobs": options.jobs, "cores": os.cpu_count()}) + "\n")
+    print(f"{part}: {minutes:.1f} min")
+
+
+def everything(options):
+    """All parts, in an order that gives the quickest results first."""
+    expected = {part: json.loads(path.read_text())["minutes"] if (path := RESULTS / f"{part}.json").exists() else MINUTES[part] for part in PARTS}
+    if options.quick:
+        print(f"a quick run of {', '.join(PARTS)}: about 10 minutes on two cores; everything goes to {options.work}")
+    else:
+        print("\n".join(f"{part:>14}  {minutes:4.0f} min, seeds {seeds_of(part, options) if part in SEEDS else '-'}" for part, minutes in expected.items()))
+        print(f"about {sum(expected.values()) / 60:.1f} hours on two cores; finished runs are kept, so it may be stopped and started again")
+    for part in PARTS:
+        timed(part, options)
+
+
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("part", choices=[*PARTS, "all"])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--steps", type=int)
-    chosen = parser.parse_args()
-    PARTS[chosen.part](chosen)
+    parser.add_argument("--work", type=Path)
+    options = parser.parse_args(argv)
+    if options.work is None:
+        options.work = Path(tempfile.mkdtemp(prefix="experiments-quick-")) if options.quick else ROOT
+    options.work = options.work.resolve()
+    options.results = RESULTS if options.work == ROOT else options.work / "results"
+    everything(options) if options.part == "all" else timed(options.part, options)
+    if options.work != ROOT:
+        print(f"results: {options.results}")
+
+
+if __name__ == "__main__":
+    main()
