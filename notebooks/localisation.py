@@ -208,7 +208,8 @@ def rewarded(rollout, batch):
 
 
 def autoregressive(name, sizes, prompts, seed):
-    """One rollout and every method's credit on it -> rewards (N,), found, {row: (credit (N,T), score (N,T) or None)}, pictures.
+    """One rollout and every method's credit on it: rewards (N,), truths, {row: (credit (N,T), score (N,T) or None)}, and
+    what DelTA turns on: the mean of 1 - p on the right and on the wrong side, weighted as in its centroids.
 
     DATC gets the verified advantage like the others, so that rows differ in where the credit goes and in nothing else;
     "own reward" is what datc.py does: the reward model's score also decides which responses are bad.
@@ -247,7 +248,14 @@ def autoregressive(name, sizes, prompts, seed):
     own = common.group_advantages(scores, rollout.group_ids)                               # (N,)
     own = torch.where(A == 0, 0.0, own)  # measured on the same responses as the other rows
     out["DATC, own reward"] = own[:, None] * datc.credit_weights(W, own, mask), None
-    return rewards, truths(tokenizer, rollout, batch), {row: out[row] for row in METHODS["autoregressive"]}
+    sides = side_means(1 - old.logps.exp(), A, mask)
+    return rewards, truths(tokenizer, rollout, batch), {row: out[row] for row in METHODS["autoregressive"]}, sides
+
+
+def side_means(x, A, mask):
+    """Mean of x (N,T) on the right and on the wrong side of the batch, weighted by |A| -> dict."""
+    weight = {"unsure_right": A.clamp(min=0)[:, None] * mask, "unsure_wrong": (-A).clamp(min=0)[:, None] * mask}     # (N,T)
+    return {side: f"{((w * x).sum() / w.sum().clamp(min=1e-8)).item():.4f}" for side, w in weight.items()}
 
 
 @functools.cache
@@ -299,15 +307,17 @@ def diffusion(sizes, prompts, seed):
     noise = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)) * mask   # (N,T)
     out["control: surprise"], out["control: random"] = (surprise, surprise), (noise, noise)
     out = {row: (A[:, None] * w, score) for row, (w, score) in out.items()}
-    return rewards, truths(tokenizer, rollout, batch), {row: out[row] for row in METHODS["diffusion"]}
+    sides = side_means(1 - rollout.trace.confidence, A, mask)
+    return rewards, truths(tokenizer, rollout, batch), {row: out[row] for row in METHODS["diffusion"]}, sides
 
 
 def localise(name, seed, sizes, prompts=64):
     """All rows of one set and seed -> list of dicts, the lines of results/localisation.csv. sizes: {argument: value}."""
     started = time.time()
-    rewards, found, credits = diffusion(sizes, prompts, seed) if name == "diffusion" else autoregressive(name, sizes, prompts, seed)
+    found_in = diffusion(sizes, prompts, seed) if name == "diffusion" else autoregressive(name, sizes, prompts, seed)
+    rewards, found, credits, sides = found_in
     wrong, other = int((rewards == 0).sum()), sum(f is None for f, r in zip(found, rewards) if r == 0)
-    shared = {"responses": len(rewards), "accuracy": f"{rewards.mean().item():.4f}", "other_fault": f"{other / max(wrong, 1):.4f}"}
+    shared = {"responses": len(rewards), "accuracy": f"{rewards.mean().item():.4f}", "other_fault": f"{other / max(wrong, 1):.4f}", **sides}
     rows = []
     for row, (credit, score) in credits.items():
         values = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in measure(credit, score, rewards, found).items()}
