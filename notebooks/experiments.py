@@ -1,17 +1,17 @@
-"""The experiments behind the README's tables. Every part runs alone, resumes after an interruption, and writes a CSV file.
+"""The experiments behind the README's tables. Every part runs alone, resumes when stopped, and writes a CSV file.
 
-    python notebooks/experiments.py localisation          where each method puts its credit, on shared rollouts with known truth
-    python notebooks/experiments.py toy                   grpo.py as a new user runs it: warm start included, both cores
-    python notebooks/experiments.py learning              each method against the same script at its neutral setting, on the toy
-    python notebooks/experiments.py diffusion             the same for the masked diffusion scripts
-    python notebooks/experiments.py noise                 group size, length of the story, flipped rewards: one at a time
-    python notebooks/experiments.py smollm2               all autoregressive scripts on SmolLM2-135M-Instruct, a few steps
-    python notebooks/experiments.py cost                  the benchmarks, their output kept as text
-    python notebooks/experiments.py tables                write the README's tables and the pictures from notebooks/results/
-    python notebooks/experiments.py all                   all of it; prints its plan first
+    python notebooks/experiments.py localisation     where each method puts its credit: shared rollouts, known truth
+    python notebooks/experiments.py toy              grpo.py as a new user runs it: warm start included, both cores
+    python notebooks/experiments.py learning         each method against its script's neutral setting, on the toy
+    python notebooks/experiments.py diffusion        the same for the masked diffusion scripts
+    python notebooks/experiments.py noise            group size, length of the story, flipped rewards: one at a time
+    python notebooks/experiments.py smollm2          all autoregressive scripts on SmolLM2-135M-Instruct, a few steps
+    python notebooks/experiments.py cost             the benchmarks, their output kept as text
+    python notebooks/experiments.py tables           the README's tables and the pictures, from notebooks/results/
+    python notebooks/experiments.py all              all of it; prints its plan first
 
-Options: --quick (every part at a tiny scale, in a temporary folder; nothing of the repository is touched: `all --quick` takes
-minutes)   --seeds 0 1 2   --only NAME ...   --jobs 2 (runs side by side, one thread each)   --steps N   --work FOLDER
+    --quick          every part at a tiny scale, in a temporary folder: `all --quick` takes minutes and touches nothing
+    --seeds 0 1 2    --only NAME ...    --jobs 2 (runs side by side, one thread each)    --steps N    --work FOLDER
 
 Numbers in the README come from these files alone; nothing is typed by hand.
 """
@@ -29,14 +29,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "notebooks" / "results"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "notebooks")]
 
-# name -> (script, flags, the row it is compared with). A method is compared with ITS OWN SCRIPT at the neutral setting: same
-# base, same sampler, same seeds. Against plain grpo.py one would mostly compare the bases (clip range, aggregation, KL).
+# name -> (script, flags, the row it is compared with). A method is compared with ITS OWN SCRIPT at the neutral setting:
+# same base, same sampler, same seeds. Against grpo.py one would mostly compare bases (clip range, aggregation, KL).
 LEARNING = {
     "grpo": ("grpo.py", "", None),
     "delta, neutral": ("delta.py", "--low 1 --high 1", None),
@@ -83,8 +84,9 @@ QUICK = "--steps 2 --prompts-per-step 8 --eval-problems 16 --eval-samples 2 --ev
 QUICK_OF = {"datc.py": "--reward-steps 20", "dtca.py": "--table-rollouts 8"}
 SEEDS = {"localisation": range(5), "toy": range(3), "learning": range(5), "diffusion": range(5), "noise": range(3)}
 
-# Minutes of a full part on two cores of about 2020, one thread per run: a guess until results/PART.json holds a measured time.
-MINUTES = {"localisation": 5, "toy": 8, "learning": 75, "diffusion": 60, "noise": 60, "smollm2": 15, "cost": 10, "tables": 1}
+# Minutes of a full part on two cores: guesses, until results/PART.json holds a measured time.
+MINUTES = {"localisation": 5, "toy": 8, "learning": 75, "diffusion": 60, "noise": 60, "smollm2": 15, "cost": 10,
+           "tables": 1}
 
 
 def read_rows(path):
@@ -106,7 +108,7 @@ def seeds_of(part, options):
     return options.seeds if options.seeds is not None else list(SEEDS[part])[:1 if options.quick else None]
 
 
-# ---- training runs: learning, diffusion, noise -------------------------------------------------------------------------
+# ---- training runs: learning, diffusion, noise ---------------------------------------------------------------------
 
 def warm_starts(options, scripts, story_steps):
     """Make the toy's checkpoints before runs start side by side: two of them must not train the same one at once."""
@@ -126,7 +128,7 @@ def warm_starts(options, scripts, story_steps):
 
 
 def run_script(options, label, script, flags, seed):
-    """One training run in the folder runs/; continues an interrupted one, and starts over one that has no checkpoint yet."""
+    """One training run in runs/: continues an interrupted one, starts over one that has no checkpoint yet."""
     label = f"{re.sub('[^a-z0-9]+', '-', label)}-seed{seed}"
     folder, log = options.work / "runs" / label, options.work / "runs" / "experiments.log"
     arguments = [*script.split(), "--name", label, "--seed", str(seed), *flags.split()]
@@ -142,8 +144,8 @@ def run_script(options, label, script, flags, seed):
             subprocess.run(["rm", "-r", str(folder)], check=True)
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "a") as file:
-            subprocess.run([sys.executable, str(ROOT / arguments[0]), *arguments[1:], *resume], cwd=options.work, stdout=file,
-                           stderr=file, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            subprocess.run([sys.executable, str(ROOT / arguments[0]), *arguments[1:], *resume], cwd=options.work,
+                           check=True, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
         (folder / "done").touch()
     return read_rows(folder / "metrics.csv"), " ".join(arguments)
 
@@ -164,8 +166,9 @@ def run_all(options, path, jobs, order):
         evaluated = [r for r in rows if r.get("eval_mean")]
         first, last = evaluated[0], evaluated[-1]
         return {**key, "steps": last["step"], "before_mean": first["eval_mean"], "after_mean": last["eval_mean"],
-                "before_greedy": first["eval_greedy"], "after_greedy": last["eval_greedy"], "reward_first": rows[1]["reward"],
-                "reward_last": rows[-1]["reward"], "seconds": f"{sum(float(r['seconds']) for r in rows):.1f}",
+                "before_greedy": first["eval_greedy"], "after_greedy": last["eval_greedy"],
+                "reward_first": rows[1]["reward"], "reward_last": rows[-1]["reward"],
+                "seconds": f"{sum(float(r['seconds']) for r in rows):.1f}",
                 "curve": " ".join(f"{r['step']}:{float(r['eval_mean']):.4f}" for r in evaluated), "command": command}
 
     with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(jobs), desc=path.name) as bar:
@@ -177,7 +180,7 @@ def run_all(options, path, jobs, order):
 
 
 def learning(options, table=LEARNING, part="learning"):
-    """Before/after accuracy, and seconds, of every row and seed -> results/learning.csv, with the evaluations along the way."""
+    """Accuracy before, along the way and after, and seconds, of every row and seed -> results/learning.csv."""
     names = options.only or list(table)
     warm_starts(options, [table[name][0] for name in names], 2)
     jobs = [({"row": name, "seed": seed}, name, table[name][0], f"{table[name][1]} --eval-every 10", seed)
@@ -191,11 +194,14 @@ def diffusion(options):
 
 
 def noise(options):
-    """Some rows of `learning` under one changed condition at a time -> results/noise.csv. --only takes rows or conditions."""
+    """Some rows of `learning` under one changed condition at a time -> results/noise.csv.
+
+    --only takes names of rows, of conditions, or both.
+    """
     rows = [n for n in NOISE_ROWS if not options.only or n in options.only] or NOISE_ROWS
     conditions = [c for c in CONDITIONS if not options.only or c in options.only] or CONDITIONS
     if options.quick and not options.only:
-        rows = ("grpo", "datc")
+        rows = ("grpo",)
     for steps in (2, 3, 5):
         if any(f"{steps} steps" in c or (steps == 2 and "steps" not in c) for c in conditions):
             warm_starts(options, [LEARNING[n][0] for n in rows], steps)
@@ -211,7 +217,7 @@ def noise(options):
             lambda r: (list(CONDITIONS).index(r["condition"]), NOISE_ROWS.index(r["row"]), int(r["seed"])))
 
 
-# ---- where the credit goes -----------------------------------------------------------------------------------------------
+# ---- where the credit goes -----------------------------------------------------------------------------------------
 
 def localisation(options):
     """Rank and size of the first wrong token's credit, every set, method and seed -> results/localisation.csv."""
@@ -227,7 +233,7 @@ def localisation(options):
     localisation_picture(options.results)
 
 
-# ---- the toy as a new user runs it, a real checkpoint, the benchmarks ------------------------------------------------------
+# ---- the toy as a new user runs it, a real checkpoint, the benchmarks ----------------------------------------------
 
 def toy(options):
     """Default grpo.py for each seed, from nothing, with the seconds that it prints itself -> results/toy.csv."""
@@ -236,25 +242,27 @@ def toy(options):
         label = f"toy-seed{seed}"
         subprocess.run(["rm", "-rf", str(options.work / "runs" / label)], check=True)
         with tempfile.TemporaryDirectory() as checkpoints:
-            command = [sys.executable, str(ROOT / "grpo.py"), "--name", label, "--seed", str(seed), "--checkpoints", checkpoints,
-                       *(QUICK.split() if options.quick else [])]
+            command = [sys.executable, str(ROOT / "grpo.py"), "--name", label, "--seed", str(seed),
+                       "--checkpoints", checkpoints, *(QUICK.split() if options.quick else [])]
             printed = subprocess.run(command, cwd=options.work, capture_output=True, text=True, check=True).stdout
         metrics = [r for r in read_rows(options.work / "runs" / label / "metrics.csv") if r["eval_mean"]]
-        first, last, best = metrics[0], metrics[-1], [name for name in metrics[0] if name.startswith("eval_pass@")][0]
-        rows.append({"seed": seed, "sampled before": f"{float(first['eval_mean']):.3f}", "sampled after": f"{float(last['eval_mean']):.3f}",
-                     "greedy before": f"{float(first['eval_greedy']):.3f}", "greedy after": f"{float(last['eval_greedy']):.3f}",
-                     f"{best[5:]} before": f"{float(first[best]):.3f}", f"{best[5:]} after": f"{float(last[best]):.3f}",
-                     "seconds, warm start included": re.search(r"(\d+) s after the script was started", printed)[1]})
+        first, last, best = metrics[0], metrics[-1], next(name for name in metrics[0] if name.startswith("eval_pass@"))
+        row = {"seed": seed}
+        for title, column in (("sampled", "eval_mean"), ("greedy", "eval_greedy"), (best.removeprefix("eval_"), best)):
+            row |= {f"{title} before": f"{float(first[column]):.3f}", f"{title} after": f"{float(last[column]):.3f}"}
+        row["seconds, warm start included"] = re.search(r"(\d+) s after the script was started", printed)[1]
+        rows.append(row)
         write_rows(options.results / "toy.csv", rows)
 
 
 SMOLLM2 = {  # flags besides the shared ones; the first row is 20 steps of plain GRPO
-    "grpo.py": "--steps 20 --beta 0 --prompts-per-step 3 --group-size 4 --eval-problems 16 --eval-samples 2", "delta.py": "--steps 5", "gctca.py": "--steps 5", "gctca.py --guidance group": "--steps 5",
+    "grpo.py": "--steps 20 --beta 0 --prompts-per-step 3 --group-size 4 --eval-problems 16 --eval-samples 2",
+    "delta.py": "--steps 5", "gctca.py": "--steps 5", "gctca.py --guidance group": "--steps 5",
     "datc.py": "--steps 5 --beta 0 --reward-steps 100"}
 
 
 def smollm2(options):
-    """Short additions on SmolLM2-135M-Instruct -> results/smollm2.csv; shows that every script runs on a real checkpoint."""
+    """Short additions on SmolLM2-135M-Instruct -> results/smollm2.csv: every script runs on a real checkpoint."""
     import smollm2 as package
     if options.quick and package.smollm2_gguf() is None:
         print("smollm2: left out, the checkpoint's package is not installed (see tests/smollm2.py)")
@@ -264,7 +272,8 @@ def smollm2(options):
     with open(data, "w") as file:
         for _ in range(500):
             a, b = rng.randint(1, 20), rng.randint(1, 20)
-            file.write(json.dumps({"question": f"What is {a} + {b}? Answer with just a number.", "answer": str(a + b)}) + "\n")
+            question = f"What is {a} + {b}? Answer with just a number."
+            file.write(json.dumps({"question": question, "answer": str(a + b)}) + "\n")
     rows = []
     for script, flags in list(SMOLLM2.items())[:1 if options.quick else None]:
         label = "smollm2-" + re.sub(r"\W+", "-", script)
@@ -272,19 +281,21 @@ def smollm2(options):
         # The reward model's head is trained on story answers, so datc.py's task is stories.
         task = (["--reward-model", f"train:{folder}", "--max-new-tokens", "48"] if script == "datc.py" else
                 ["--data", str(data), "--instruction", "", "--max-new-tokens", "16"])
-        shared = ["--model", str(folder), *task, "--prompts-per-step", "4", "--learning-rate", "1e-5", "--eval-every", "10",
-                  "--eval-problems", "32", "--save-every", "0", "--name", label]
+        shared = ["--model", str(folder), *task, "--prompts-per-step", "4", "--learning-rate", "1e-5",
+                  "--eval-every", "10", "--eval-problems", "32", "--save-every", "0", "--name", label]
         tiny = "--steps 2 --prompts-per-step 1 --max-new-tokens 8 --eval-problems 2".split() if options.quick else []
         name, *own = script.split()
-        subprocess.run([sys.executable, str(ROOT / name), *own, *shared, *flags.split(), *tiny], cwd=options.work, check=True)
-        metrics = read_rows(options.work / "runs" / label / "metrics.csv")
-        first, last = [r for r in metrics if r["eval_mean"]][0], [r for r in metrics if r["eval_mean"]][-1]
-        steps = [float(r["seconds"]) for r in metrics[1:] if not r["eval_mean"]]
+        command = [sys.executable, str(ROOT / name), *own, *shared, *flags.split(), *tiny]
+        subprocess.run(command, cwd=options.work, check=True)
+        first, *metrics = read_rows(options.work / "runs" / label / "metrics.csv")
+        last, steps = metrics[-1], [float(r["seconds"]) for r in metrics if not r["eval_mean"]]
         mean = lambda part: statistics.mean(float(r["reward"]) for r in part)
-        rows.append({"script": script, "steps": last["step"], "reward, first 5 steps": f"{mean(metrics[1:6]):.3f}",
-                     "reward, last 5 steps": f"{mean(metrics[-5:]):.3f}", "held-out sampled before": f"{float(first['eval_mean']):.3f}",
-                     "after": f"{float(last['eval_mean']):.3f}", "greedy before": f"{float(first['eval_greedy']):.3f}",
-                     "greedy after": f"{float(last['eval_greedy']):.3f}", "seconds per step": f"{statistics.median(steps):.1f}"})
+        rows.append({
+            "script": script, "steps": last["step"], "reward, first 5 steps": f"{mean(metrics[:5]):.3f}",
+            "reward, last 5 steps": f"{mean(metrics[-5:]):.3f}",
+            "held-out sampled before": f"{float(first['eval_mean']):.3f}", "after": f"{float(last['eval_mean']):.3f}",
+            "greedy before": f"{float(first['eval_greedy']):.3f}", "greedy after": f"{float(last['eval_greedy']):.3f}",
+            "seconds per step": f"{statistics.median(steps):.1f}"})
         write_rows(options.results / "smollm2.csv", rows)
 
 
@@ -292,15 +303,17 @@ def cost(options):
     """Run the benchmarks; their output, as printed, -> results/NAME.txt."""
     for name in options.only or BENCHMARKS:
         flags = BENCHMARKS[name].split() if options.quick else []
-        done = subprocess.run([sys.executable, str(ROOT / "tests" / f"{name}.py"), *flags], cwd=options.work, capture_output=True, text=True, check=True)
+        command = [sys.executable, str(ROOT / "tests" / f"{name}.py"), *flags]
+        done = subprocess.run(command, cwd=options.work, capture_output=True, text=True, check=True)
         options.results.mkdir(parents=True, exist_ok=True)
         (options.results / f"{name}.txt").write_text(done.stdout)
         print(done.stdout)
 
 
-# ---- statistics and tables --------------------------------------------------------------------------------------------------
+# ---- statistics and tables -----------------------------------------------------------------------------------------
 
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}  # 97.5 %, by n - 1
+# Student's t, 97.5 %, by n - 1
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def mean_and_spread(values):
@@ -321,10 +334,10 @@ def mean_and_interval(values):
 
 
 def reached(curve, level=0.8):
-    """Step at which a run's curve "step:accuracy ..." crosses `level`, between two evaluations by a straight line; or None.
+    """Step at which a curve "step:accuracy ..." crosses `level`: a straight line between two evaluations. Or None.
 
-    >>> reached("0:0.5 10:0.7 20:0.9"), reached("0:0.5 10:0.7"), reached("0:0.9 10:0.7")
-    (15.0, None, 0.0)
+    >>> reached("0:0.25 8:0.5 16:1.0", level=0.75), reached("0:0.5 10:0.7"), reached("0:0.9 10:0.7")
+    (12.0, None, 0.0)
     """
     points = [tuple(map(float, point.split(":"))) for point in curve.split()]
     if points[0][1] >= level:
@@ -349,56 +362,71 @@ def command(part, rows):
     return f"`python notebooks/experiments.py {part} --seeds {' '.join(map(str, seeds))}`"
 
 
+def row_of(cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def setting(name, table):
+    script, flags, _ = table[name]
+    return f"`{f'{script} {flags}'.strip()}`"
+
+
+def runs_and_time(part, rows, results):
+    minutes = sum(float(r["seconds"]) for r in rows) / 60
+    return (f"{len(rows)} runs, {minutes:.0f} minutes of one core together.{wall_time(part, results)} "
+            f"Reproduce: {command(part, rows)}.")
+
+
 def learning_table(table=LEARNING, part="learning", results=RESULTS):
-    """Markdown of a results file: mean ± standard deviation over seeds, and the paired difference to the neutral row."""
+    """Markdown of a results file: means over seeds, and the paired difference to the neutral row."""
     rows = read_rows(results / f"{part}.csv")
     get = lambda name, column: {r["seed"]: float(r[column]) for r in rows if r["row"] == name}
-    lines = ["| script and setting | seeds | sampled before | sampled after | greedy after | steps to 0.8 | seconds to 0.8 | after, minus neutral (same seeds) |",
-             "|---|---|---|---|---|---|---|---|"]
-    for name, (script, flags, neutral) in table.items():
-        after = get(name, "after_mean")
+    heads = ["script and setting", "seeds", "sampled before", "sampled after", "greedy after", "steps to 0.8",
+             "seconds to 0.8", "after, minus neutral (same seeds)"]
+    lines = [row_of(heads), "|---" * len(heads) + "|"]
+    for name, (_, _, neutral) in table.items():
+        after, base = get(name, "after_mean"), get(neutral, "after_mean")
         if not after:
             continue
-        paired = [after[s] - get(neutral, "after_mean")[s] for s in after if s in get(neutral, "after_mean")] if neutral else []
         mine = [(reached(r["curve"]), r) for r in rows if r["row"] == name]
         steps = [step for step, _ in mine if step is not None]
         seconds = [step * float(r["seconds"]) / float(r["steps"]) for step, r in mine if step is not None]
         some = f" ({len(steps)} of {len(mine)})" if 0 < len(steps) < len(mine) else ""
-        lines.append(f"| `{f'{script} {flags}'.strip()}` | {len(after)} | {mean_and_spread(list(get(name, 'before_mean').values()))} | "
-                     f"{mean_and_spread(list(after.values()))} | {mean_and_spread(list(get(name, 'after_greedy').values()))} | "
-                     f"{f'{statistics.mean(steps):.0f}' if steps else 'never'}{some} | {f'{statistics.median(seconds):.0f}' if seconds else 'never'} | "
-                     f"{mean_and_interval(paired) if paired else ''} |")
-    total = sum(float(r["seconds"]) for r in rows) / 60
-    lines.append(f"\nMean ± standard deviation over seeds; differences with their 95 % t interval. Steps to 0.8 of sampled accuracy by a straight line "
-                 f"between two evaluations, mean over the seeds that reach it; seconds: those steps times the run's mean seconds per step on one core "
-                 f"(evaluation included, warm start not), median. {len(rows)} runs, {total:.0f} minutes of one core together."
-                 f"{wall_time(part, results)} Reproduce: {command(part, rows)}.")
+        paired = [after[seed] - base[seed] for seed in after if seed in base]
+        columns = [list(get(name, column).values()) for column in ("before_mean", "after_mean", "after_greedy")]
+        lines.append(row_of([setting(name, table), str(len(after)), *map(mean_and_spread, columns),
+                             f"{statistics.mean(steps):.0f}{some}" if steps else "never",
+                             f"{statistics.median(seconds):.0f}" if steps else "never",
+                             mean_and_interval(paired) if paired else ""]))
+    lines.append("\nMean ± standard deviation over seeds; differences with their 95 % t interval. Steps to 0.8 of "
+                 "sampled accuracy by a straight line between two evaluations, mean over the seeds that reach it; "
+                 "seconds: those steps times the run's mean seconds per step on one core (evaluation included, warm start "
+                 "not), median. "
+                 + runs_and_time(part, rows, results))
     return "\n".join(lines)
 
 
 def noise_table(results=RESULTS):
-    """Markdown: sampled accuracy after training under each condition, and what a method adds to its neutral row there."""
+    """Markdown: accuracy after training under each condition, and what a method adds to its neutral row there."""
     rows = read_rows(results / "noise.csv")
     shown = [c for c in CONDITIONS if any(r["condition"] == c for r in rows)]
-    get = lambda condition, name, column: {r["seed"]: float(r[column]) for r in rows if (r["condition"], r["row"]) == (condition, name)}
-    lines = [f"| script and setting | {' | '.join(shown)} |", f"|---|{'---|' * len(shown)}"]
+    get = lambda condition, name: {r["seed"]: float(r["after_mean"]) for r in rows
+                                   if (r["condition"], r["row"]) == (condition, name)}
     before = [[float(r["before_mean"]) for r in rows if r["condition"] == c] for c in shown]
-    lines.append(f"| before training | {' | '.join(f'{statistics.mean(b):.3f}' for b in before)} |")
+    lines = [row_of(["script and setting", *shown]), "|---" * (1 + len(shown)) + "|",
+             row_of(["before training", *(f"{statistics.mean(b):.3f}" for b in before)])]
     for name in NOISE_ROWS:
-        script, flags, neutral = LEARNING[name]
-        if not any(r["row"] == name for r in rows):
-            continue
-        after = [get(c, name, "after_mean") for c in shown]
-        lines.append(f"| `{f'{script} {flags}'.strip()}` | {' | '.join(mean_and_spread(list(a.values())) if a else '' for a in after)} |")
-        if neutral:
-            bases = [get(c, neutral, "after_mean") for c in shown]
-            paired = [[a[s] - b[s] for s in a if s in b] for a, b in zip(after, bases)]
-            if any(paired):
-                lines.append(f"| minus neutral | {' | '.join(mean_and_interval(d) if d else '' for d in paired)} |")
-    total = sum(float(r["seconds"]) for r in rows) / 60
-    lines.append(f"\nSampled accuracy on held-out problems after {rows[0]['steps']} steps, mean ± standard deviation over seeds; differences with their 95 % t "
-                 f"interval. 512 responses in a step under every condition. {len(rows)} runs, {total:.0f} minutes of one core together.{wall_time('noise', results)} "
-                 f"Reproduce: {command('noise', rows)}.")
+        after, neutral = [get(c, name) for c in shown], LEARNING[name][2]
+        if any(after):
+            cells = (mean_and_spread(list(a.values())) if a else "" for a in after)
+            lines.append(row_of([setting(name, LEARNING), *cells]))
+        bases = [get(c, neutral) for c in shown]
+        paired = [[a[seed] - base[seed] for seed in a if seed in base] for a, base in zip(after, bases)]
+        if any(paired):
+            lines.append(row_of(["minus neutral", *(mean_and_interval(d) if d else "" for d in paired)]))
+    lines.append(f"\nSampled accuracy on held-out problems after {rows[0]['steps']} steps, mean ± standard deviation "
+                 "over seeds; differences with their 95 % t interval. 512 responses in a step under every condition. "
+                 + runs_and_time("noise", rows, results))
     return "\n".join(lines)
 
 
@@ -411,44 +439,54 @@ def localisation_table(results=RESULTS):
     """Markdown: one table per set, a line per method, mean and bootstrap interval over seeds."""
     from localisation import interval
     rows, lines = read_rows(results / "localisation.csv"), []
+    heads = ["credit", "AUC, all tokens", "of the score behind it", "AUC, results only", "blame of that token (mean 1)",
+             "right responses: credit on numbers"]
     for name, title in SET_TITLES.items():
         part = [r for r in rows if r["set"] == name]
         if not part:
             continue
-        lines += [f"**{title}.**\n", "| credit | AUC, all tokens | of the score behind it | AUC, results only | blame of that token (mean 1) | right responses: credit on numbers |",
-                  "|---|---|---|---|---|---|"]
+        lines += [f"**{title}.**\n", row_of(heads), "|---" * len(heads) + "|"]
         for method in dict.fromkeys(r["method"] for r in part):
             values = lambda column: [float(r[column]) for r in part if r["method"] == method]
-            show = lambda column: "{:.3f} ({:.3f} to {:.3f})".format(*interval(values(column))) if values(column) == values(column) else ""
+            spread = lambda column: "{:.3f} ({:.3f} to {:.3f})".format(*interval(values(column)))
             mean = lambda column, digits: f"{statistics.mean(values(column)):.{digits}f}"
-            score = "" if mean("auc_score", 3) == "nan" else mean("auc_score", 3)
-            lines.append(f"| {method} | {show('auc')} | {score} | {show('auc_results')} | {mean('relative', 2)} | {mean('share_numbers', 2)} |")
-        seen = {r["seed"]: r for r in part}.values()
+            score = mean("auc_score", 3).replace("nan", "")  # not every credit is a monotone map of one score
+            lines.append(row_of([method, spread("auc"), score, spread("auc_results"), mean("relative", 2),
+                                 mean("share_numbers", 2)]))
+        seen = {r["seed"]: r for r in part}.values()  # what follows is the same for all methods
         total = lambda column: sum(int(r[column]) for r in seen)
-        lines.append(f"\n{len(seen)} seeds, {total('responses')} responses, {total('wrong')} of them wrong with a first wrong result and a mixed group, "
-                     f"sampled accuracy {statistics.mean(float(r['accuracy']) for r in seen):.2f}; of the wrong ones "
-                     f"{statistics.mean(float(r['other_fault']) for r in seen):.0%} have another first fault and are left out.\n")
-    seconds = sum(float(r["seconds"]) for r in {(r["set"], r["seed"]): r for r in rows}.values())
-    lines.append(f"Mean and 95 % bootstrap interval over seeds (new problems and samples, the same warm start). {seconds:.0f} s in all, without the warm starts."
-                 f"{wall_time('localisation', results)} Reproduce: {command('localisation', rows)}.")
+        mean = lambda column: statistics.mean(float(r[column]) for r in seen)
+        lines.append(f"\n{len(seen)} seeds, {total('responses')} responses, {total('wrong')} of them wrong with a "
+                     f"first wrong result and a mixed group, sampled accuracy {mean('accuracy'):.2f}; of the wrong "
+                     f"ones {mean('other_fault'):.0%} have another first fault and are left out.\n")
+    seconds = sum({(r["set"], r["seed"]): float(r["seconds"]) for r in rows}.values())
+    lines.append("Mean and 95 % bootstrap interval over seeds (new problems and samples, the same warm start). "
+                 f"{seconds:.0f} s in all, without the warm starts.{wall_time('localisation', results)} "
+                 f"Reproduce: {command('localisation', rows)}.")
     return "\n".join(lines)
 
 
 def plain_table(part, results=RESULTS):
     """A results file as it is, in Markdown."""
     rows = read_rows(results / f"{part}.csv")
-    lines = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0]), *(" | ".join(r.values()) for r in rows)]
-    return "\n".join(f"| {line} |" for line in lines) + f"\n\nReproduce: `python notebooks/experiments.py {part}`.{wall_time(part, results)}"
+    lines = [row_of(rows[0]), row_of("---" for _ in rows[0]), *(row_of(r.values()) for r in rows)]
+    return "\n".join(lines) + f"\n\nReproduce: `python notebooks/experiments.py {part}`.{wall_time(part, results)}"
 
 
 def cost_text(results=RESULTS):
     texts = [(name, results / f"{name}.txt") for name in BENCHMARKS]
-    return "\n".join(f"`python tests/{name}.py`\n\n```text\n{path.read_text().strip()}\n```\n" for name, path in texts if path.exists())
+    return "\n".join(f"`python tests/{name}.py`\n\n```text\n{path.read_text().strip()}\n```\n"
+                     for name, path in texts if path.exists())
 
 
-TABLES = {"localisation": localisation_table, "toy": lambda results: plain_table("toy", results), "smollm2": lambda results: plain_table("smollm2", results),
-          "learning": lambda results: learning_table(results=results), "diffusion": lambda results: learning_table(DIFFUSION, "diffusion", results),
-          "noise": noise_table, "cost": cost_text}
+TABLES = {  # name between the README's markers -> text, made from the files in the folder `results`
+    "localisation": localisation_table,
+    "toy": lambda results: plain_table("toy", results),
+    "smollm2": lambda results: plain_table("smollm2", results),
+    "learning": lambda results: learning_table(LEARNING, "learning", results),
+    "diffusion": lambda results: learning_table(DIFFUSION, "diffusion", results),
+    "noise": noise_table,
+    "cost": cost_text}
 
 
 def measured(results):
@@ -468,8 +506,9 @@ def render(text, results=RESULTS):
 
 def tables(options):
     """The README's tables and the pictures; in another folder than the repository's, results/tables.md instead."""
-    for draw in (lambda r: learning_picture(LEARNING, "learning", r), lambda r: learning_picture(DIFFUSION, "diffusion", r), localisation_picture):
-        draw(options.results)
+    learning_picture(LEARNING, "learning", options.results)
+    learning_picture(DIFFUSION, "diffusion", options.results)
+    localisation_picture(options.results)
     if options.results == RESULTS:
         path = ROOT / "README.md"
         path.write_text(render(path.read_text()))
@@ -480,7 +519,7 @@ def tables(options):
         print(text)
 
 
-# ---- pictures ---------------------------------------------------------------------------------------------------------------
+# ---- pictures ------------------------------------------------------------------------------------------------------
 
 def pyplot():
     import matplotlib
@@ -491,7 +530,7 @@ def pyplot():
 
 
 def learning_picture(table=LEARNING, part="learning", results=RESULTS):
-    """Curves of sampled accuracy, mean over seeds with a band from the worst to the best seed; a panel for each base."""
+    """Curves of sampled accuracy: mean over seeds, band from the worst to the best seed; a panel for each base."""
     if not (results / f"{part}.csv").exists():
         return
     plt, rows, panels = pyplot(), read_rows(results / f"{part}.csv"), {}
@@ -505,8 +544,9 @@ def learning_picture(table=LEARNING, part="learning", results=RESULTS):
             steps = sorted(set.intersection(*(set(map(int, c)) for c in curves))) if curves else []
             if steps:
                 values = [[float(c[str(step)]) for c in curves] for step in steps]
-                line, = axis.plot(steps, [statistics.mean(v) for v in values], "--" if name == base else "-", label=f"{name} ({len(curves)})")
-                axis.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.2, color=line.get_color())
+                line, = axis.plot(steps, [*map(statistics.mean, values)], "--" if name == base else "-",
+                                  label=f"{name} ({len(curves)})")
+                axis.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.2, color=line.get_color())
         axis.axhline(0.8, color="grey", linewidth=0.5)
         axis.set_xlabel("step")
         axis.legend(fontsize=7)
@@ -528,23 +568,24 @@ def localisation_picture(results=RESULTS):
         methods = list(dict.fromkeys(r["method"] for r in part))
         for column, label, shift in (("auc", "among all tokens", -0.12), ("auc_results", "among results", 0.12)):
             found = [interval([float(r[column]) for r in part if r["method"] == m]) for m in methods]
-            error = [[mean - low for mean, low, _ in found], [high - mean for mean, _, high in found]]
-            axis.errorbar([mean for mean, _, _ in found], [y + shift for y in range(len(methods))], xerr=error, fmt="o", markersize=4, label=label)
+            mean, low, high = map(np.array, zip(*found))
+            axis.errorbar(mean, np.arange(len(methods)) + shift, xerr=[mean - low, high - mean], fmt="o", markersize=4,
+                          label=label)
         axis.set_yticks(range(len(methods)), methods, fontsize=8)
         axis.invert_yaxis()
         axis.axvline(0.5, color="grey", linewidth=0.5)
-        axis.set(title=SET_TITLES[name].replace(": ", ":\n"), xlim=(-0.03, 1.03), xlabel="AUC of the first wrong number")
-        axis.title.set_fontsize(9)
+        axis.set_title(SET_TITLES[name].replace(": ", ":\n"), fontsize=9)
+        axis.set(xlim=(-0.03, 1.03), xlabel="AUC of the first wrong number")
     axes[0, 0].legend(fontsize=8, loc="lower left")
     figure.tight_layout()
     figure.savefig(results / "localisation.png", dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 
-# ---- the command line ---------------------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------------------------
 
-PARTS = {"localisation": localisation, "toy": toy, "learning": learning, "diffusion": diffusion, "noise": noise, "smollm2": smollm2,
-         "cost": cost, "tables": tables}
+PARTS = {"localisation": localisation, "toy": toy, "learning": learning, "diffusion": diffusion, "noise": noise,
+         "smollm2": smollm2, "cost": cost, "tables": tables}
 RESUMING = ("learning", "diffusion", "noise")  # their wall time adds up over the calls that made them
 
 
@@ -562,14 +603,21 @@ def timed(part, options):
     print(f"{part}: {minutes:.1f} min")
 
 
+def expected_minutes(part):
+    path = RESULTS / f"{part}.json"
+    return json.loads(path.read_text())["minutes"] if path.exists() else MINUTES[part]
+
+
 def everything(options):
     """All parts, in an order that gives the quickest results first."""
-    expected = {part: json.loads(path.read_text())["minutes"] if (path := RESULTS / f"{part}.json").exists() else MINUTES[part] for part in PARTS}
     if options.quick:
         print(f"a quick run of {', '.join(PARTS)}: about 10 minutes on two cores; everything goes to {options.work}")
     else:
-        print("\n".join(f"{part:>14}  {minutes:4.0f} min, seeds {seeds_of(part, options) if part in SEEDS else '-'}" for part, minutes in expected.items()))
-        print(f"about {sum(expected.values()) / 60:.1f} hours on two cores; finished runs are kept, so it may be stopped and started again")
+        for part in PARTS:
+            seeds = f", seeds {seeds_of(part, options)}" if part in SEEDS else ""
+            print(f"{part:>14}  {expected_minutes(part):4.0f} min{seeds}")
+        print(f"about {sum(map(expected_minutes, PARTS)) / 60:.1f} hours on two cores; finished runs are kept: it may "
+              "be stopped and started again")
     for part in PARTS:
         timed(part, options)
 

@@ -1,6 +1,6 @@
 """Run one of the scripts with noisy rewards: 5 % of the training rewards are turned over, evaluation stays verified.
 
-    python notebooks/flipped.py grpo.py --steps 30 --seed 1          every argument after the script's name is the script's
+    python notebooks/flipped.py grpo.py --steps 30 --seed 1     arguments after the script's name are the script's
 
 Used by `python notebooks/experiments.py noise`. Only the name that the script itself calls in step 2 is replaced, so
 common.evaluate goes on with the true one: the curve says how well the policy answers, whatever it was told.

@@ -1,10 +1,10 @@
 """Where does each method put its credit? Measured on the toy, where the first wrong token of a response is known.
 
-The question. A wrong response has a first wrong result: "then 8 + 5 = 14" where 13 is right; whatever follows from it is
+The question. A wrong response has a first wrong result: "then 8 + 5 = 14" where 13 is right; what follows from it is
 right again, given the wrong value. A method that blames that token more than the other tokens finds the fault. So, for
 each wrong response, the area under the curve: the share of its other tokens with less blame, ties counting one half.
 
-    auc = mean over other tokens j of  [b_j < b_i] + [b_j = b_i] / 2        b = -A w, the blame;  i: the first wrong result
+    auc = mean over other tokens j of  [b_j < b_i] + [b_j = b_i] / 2      b = -A w, the blame; i: the first wrong result
 
 1 is perfect, 0.5 is what uniform credit gets. All rows of a set see the same responses, with the same advantages.
 
@@ -45,7 +45,7 @@ SETS = ("toy", "hard", "diffusion")
 # ---- the truth: which number is the first wrong one ----------------------------------------------------------
 
 def story_results(problem, text):
-    """The results of the arithmetic in a story's solution -> [(start, end, right)], characters; None if it is no solution.
+    """The results of a solution's lines of arithmetic -> [(start, end, right)], characters; None if it is no solution.
 
     `right`: the number is what its own line asks for, given the value that the line starts from. None when anything
     *else* is off (another form, an operand or a value copied wrongly, an answer that is not the last value): then the
@@ -53,7 +53,7 @@ def story_results(problem, text):
 
     >>> problem = {"name": "Ben", "thing": "pens", "start": 8, "moves": [("buys", 5), ("gives", 2)]}
     >>> story_results(problem, "Ben starts with 8 pens. then 8 + 5 = 14. then 14 - 2 = 12. Answer: 12")
-    [(33, 35, False), (50, 52, True)]
+    [(37, 39, False), (55, 57, True)]
     """
     value, place = problem["start"], 0
     opening = f"{problem['name']} starts with {value} {problem['thing']}."
@@ -81,8 +81,8 @@ def token_of(pieces, start):
 
 
 def truths(tokenizer, rollout, problems):
-    """For each of the N responses: None, or (pieces, numbers, results): the token strings, the indices of the tokens that
-    are numbers, and [(token index, right)] of the arithmetic's results. `problems`: one per group, as in the batch.
+    """For each of the N responses: None, or (pieces, numbers, results): the token strings, the indices of the tokens
+    that are numbers, and [(token index, right)] of the arithmetic's results. `problems`: one per group of the batch.
     """
     piece = {int(i): tokenizer.decode([int(i)]) for i in rollout.completion_ids.unique()}
     ends, out = set(tokenizer.all_special_ids), []
@@ -100,21 +100,21 @@ def truths(tokenizer, rollout, problems):
 # ---- the measures -------------------------------------------------------------------------------------------------
 
 def auc(blame, place, others):
-    """Share of the tokens `others` that carry less blame than token `place`, ties counting one half; nan without others.
+    """Share of the tokens `others` with less blame than token `place`, ties counting one half; nan without others.
 
     >>> auc(torch.tensor([0.1, 0.9, 0.9, 0.3]), 1, [0, 2, 3])
     0.8333333333333334
     """
-    rest = blame[others]
-    return ((rest < blame[place]).sum().item() + (rest == blame[place]).sum().item() / 2) / len(others) if others else float("nan")
+    less, ties = (blame[others] < blame[place]).sum().item(), (blame[others] == blame[place]).sum().item()
+    return (less + ties / 2) / len(others) if others else float("nan")
 
 
 def measure(credit, score, rewards, found):
     """Means over the responses of one rollout -> dict. credit (N,T): A w. score (N,T) or None: what w is a monotone map
     of, in the direction of blame. rewards (N,): 1 right, 0 wrong. found: from `truths`.
 
-    auc: against all other tokens. auc_results: against the results that are right, given the value before them; the answer,
-    which only repeats the last value, is not among them. relative: blame over the response's mean size of blame.
+    auc: against all other tokens. auc_results: against the results that are right, given the value before them; the
+    answer, which only repeats the last value, is not among them. relative: blame over the response's mean size of it.
     share_*: of a right response's credit. A response without advantage (its group is all right or all wrong) gets no
     credit from anybody and is left out, as is one whose first fault is not a result.
     """
@@ -135,14 +135,15 @@ def measure(credit, score, rewards, found):
             rows["auc_score"].append(auc(score[n, :T], first, others) if score is not None else float("nan"))
             rows["auc_results"].append(auc(blame, first, [t for t, right in results if right]))
             rows["relative"].append((blame[first] / size.mean()).item())
-    return {**{name: np.nanmean(values) if np.isfinite(values).any() else float("nan") for name, values in rows.items()},
+    mean = lambda values: float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
+    return {**{name: mean(values) for name, values in rows.items()},
             "wrong": len(rows["auc"]), "right": len(rows["share_numbers"])}
 
 
 def interval(values, draws=10_000, seed=0):
-    """Mean and 95 % bootstrap interval -> (mean, low, high): the values (one per seed) are drawn again with replacement.
+    """Mean and 95 % bootstrap interval -> (mean, low, high): values (one per seed) are drawn again, with replacement.
 
-    From five values such an interval is a little too narrow; it says how much the rollouts matter, not a new warm start.
+    From five values such an interval is a little too narrow, and it covers new rollouts, not a new warm start.
 
     >>> interval([0.5, 0.5, 0.5])
     (0.5, 0.5, 0.5)
@@ -155,7 +156,7 @@ def interval(values, draws=10_000, seed=0):
 # ---- the hard set: the wrong number is as likely as the right one --------------------------------------------------
 
 def fixed_slip(value, move, lowest):
-    """The one error that `value + move` is given: -2, -1, 1 or 2, by a hash; upwards if a later value would fall below 0."""
+    """The one error of `value + move`: -2, -1, 1 or 2, by a hash; upwards if a later value would fall below 0."""
     slip = (-2, -1, 1, 2)[zlib.crc32(f"{value} {move}".encode()) % 4]
     return slip if lowest + slip >= 0 else abs(slip)
 
@@ -180,8 +181,8 @@ def hard_solution(problem, rng, error=0.3):
 def checkpoint(name, args):
     """What --model to load for a set: "toy", or the folder of the hard set's policy, trained if it is not there.
 
-    The hard set differs in its demonstrations, so the training loop is common.py's own, with the other story_solution in
-    its place; and in twice the steps, since which number is the wrong one has to be learnt by heart.
+    The hard set differs in its demonstrations, so the training loop is common.py's own, with the other story_solution
+    in its place; and in twice the steps, since which number is the wrong one has to be learnt by heart.
     """
     if name != "hard":
         return "toy"
@@ -203,13 +204,14 @@ def toy_args(script, sizes):
 
 def rewarded(rollout, batch):
     """Rewards (N,), verified, and advantages (N,): the same ones for every row."""
-    rewards = torch.tensor([common.reward_correct(text, batch[g]) for text, g in zip(rollout.texts, rollout.group_ids.tolist())])
+    groups = rollout.group_ids.tolist()
+    rewards = torch.tensor([common.reward_correct(text, batch[g]) for text, g in zip(rollout.texts, groups)])  # (N,)
     return rewards, common.group_advantages(rewards, rollout.group_ids)
 
 
 def autoregressive(name, sizes, prompts, seed):
-    """One rollout and every method's credit on it: rewards (N,), truths, {row: (credit (N,T), score (N,T) or None)}, and
-    what DelTA turns on: the mean of 1 - p on the right and on the wrong side, weighted as in its centroids.
+    """One rollout and every method's credit on it: rewards (N,), truths, {row: (credit (N,T), score (N,T) or None)},
+    and what DelTA turns on: the mean of 1 - p on the right and on the wrong side, weighted as in its centroids.
 
     DATC gets the verified advantage like the others, so that rows differ in where the credit goes and in nothing else;
     "own reward" is what datc.py does: the reward model's score also decides which responses are bad.
@@ -254,8 +256,8 @@ def autoregressive(name, sizes, prompts, seed):
 
 def side_means(x, A, mask):
     """Mean of x (N,T) on the right and on the wrong side of the batch, weighted by |A| -> dict."""
-    weight = {"unsure_right": A.clamp(min=0)[:, None] * mask, "unsure_wrong": (-A).clamp(min=0)[:, None] * mask}     # (N,T)
-    return {side: f"{((w * x).sum() / w.sum().clamp(min=1e-8)).item():.4f}" for side, w in weight.items()}
+    weight = {"unsure_right": A.clamp(min=0)[:, None] * mask, "unsure_wrong": (-A).clamp(min=0)[:, None] * mask}
+    return {side: f"{((w * x).sum() / w.sum().clamp(min=1e-8)).item():.4f}" for side, w in weight.items()}   # w (N,T)
 
 
 @functools.cache
@@ -263,16 +265,17 @@ def class_weights(sizes):
     """DTCA's weight of each part of speech, measured once on the model that the rollouts come from."""
     args = toy_args(dtca, dict(sizes))
     lm, tokenizer = common.load_diffusion_policy(args)
-    problems = common.encode_prompts(tokenizer, common.story_problems(args.table_rollouts, 0, "train", args.story_steps), args)
+    problems = common.story_problems(args.table_rollouts, 0, "train", args.story_steps)
+    prompts = [p["prompt_ids"] for p in common.encode_prompts(tokenizer, problems, args)]
     _, tag = dtca.load_tagger(args.tagger)
-    table = dtca.class_table(dtca.measure_classes(lm, tokenizer, tag, [p["prompt_ids"] for p in problems], args))
+    table = dtca.class_table(dtca.measure_classes(lm, tokenizer, tag, prompts, args))
     return dtca.pos_weights({word_class: row["contribution"] for word_class, row in table.items()})
 
 
 def diffusion(sizes, prompts, seed):
     """The same for the masked diffusion scripts.
 
-    A token's credit is A w times what it counts in the loss: in dtca.py 1/|T_t|, and nothing on steps that were not chosen.
+    A token's credit is A w times what it counts in the loss: in dtca.py 1/|T_t|, and nothing on steps not chosen.
     """
     args = toy_args(dtca, sizes)
     lm, tokenizer = common.load_diffusion_policy(args)
@@ -312,16 +315,18 @@ def diffusion(sizes, prompts, seed):
 
 
 def localise(name, seed, sizes, prompts=64):
-    """All rows of one set and seed -> list of dicts, the lines of results/localisation.csv. sizes: {argument: value}."""
+    """All rows of one set and seed -> list of dicts, lines of results/localisation.csv. sizes: {argument: value}."""
     started = time.time()
-    found_in = diffusion(sizes, prompts, seed) if name == "diffusion" else autoregressive(name, sizes, prompts, seed)
-    rewards, found, credits, sides = found_in
+    rewards, found, credits, sides = (diffusion(sizes, prompts, seed) if name == "diffusion" else
+                                      autoregressive(name, sizes, prompts, seed))
     wrong, other = int((rewards == 0).sum()), sum(f is None for f, r in zip(found, rewards) if r == 0)
-    shared = {"responses": len(rewards), "accuracy": f"{rewards.mean().item():.4f}", "other_fault": f"{other / max(wrong, 1):.4f}", **sides}
+    shared = {"responses": len(rewards), "accuracy": f"{rewards.mean().item():.4f}",
+              "other_fault": f"{other / max(wrong, 1):.4f}", **sides}
     rows = []
     for row, (credit, score) in credits.items():
-        values = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in measure(credit, score, rewards, found).items()}
-        rows.append({"set": name, "method": row, "seed": seed, **values, **shared})
+        values = measure(credit, score, rewards, found)
+        rows.append({"set": name, "method": row, "seed": seed,
+                     **{k: f"{v:.4f}" if isinstance(v, float) else v for k, v in values.items()}, **shared})
     for r in rows:  # of the whole set and seed: the rows share their rollout
         r["seconds"] = f"{time.time() - started:.1f}"
     return rows

@@ -1,6 +1,9 @@
-"""The experiments: their measures against plain counting, their hard set, and the README's tables against the CSV files."""
+"""The experiments: measures against plain counting, the hard set, and the README's tables against the CSV files."""
+import dataclasses
+import doctest
 import itertools
 import json
+import math
 import random
 import shutil
 import sys
@@ -21,30 +24,33 @@ import localisation
 # ---- the tables are the files ------------------------------------------------------------------------------------
 
 def test_readme_tables_equal_the_files():
-    """Every block between the README's markers is what `experiments.py tables` makes of the files: nothing is typed by hand."""
+    """Every block between the README's markers is what `experiments.py tables` makes of the files."""
     text = (ROOT / "README.md").read_text()
-    assert {"toy", "learning"} <= {name for name in experiments.measured(experiments.RESULTS) if f"<!-- table {name} -->" in text}
+    shown = {name for name in experiments.measured(experiments.RESULTS) if f"<!-- table {name} -->" in text}
+    assert {"toy", "learning"} <= shown
     assert experiments.render(text) == text, "run: python notebooks/experiments.py tables"
 
 
 def test_render_replaces_a_changed_number_and_nothing_else():
-    text = "before\n<!-- table toy -->\n| 0.999 |\n<!-- end -->\nafter, with <!-- end --> in it\n"
+    after = "\n<!-- end -->\nafter, with <!-- end --> in it\n"
+    text = f"before\n<!-- table toy -->\n| 0.999 |{after}"
     new = experiments.render(text)
-    assert new.startswith("before\n<!-- table toy -->\n| seed |") and new.endswith("\n<!-- end -->\nafter, with <!-- end --> in it\n")
+    assert new.startswith("before\n<!-- table toy -->\n| seed |") and new.endswith(after)
     assert "0.999" not in new and experiments.render(new) == new
 
 
 def test_learning_table_from_a_hand_made_file(tmp_path):
     """Two seeds: means, the paired difference with its t interval, and the step at which 0.8 is crossed."""
     line = lambda row, seed, after, curve: {
-        "row": row, "seed": seed, "steps": 20, "before_mean": 0.4, "after_mean": after, "before_greedy": 0.9, "after_greedy": 1.0,
-        "reward_first": 0, "reward_last": 1, "seconds": 40, "curve": curve, "command": ""}
+        "row": row, "seed": seed, "steps": 20, "before_mean": 0.4, "after_mean": after, "before_greedy": 0.9,
+        "after_greedy": 1.0, "reward_first": 0, "reward_last": 1, "seconds": 40, "curve": curve, "command": ""}
     experiments.write_rows(tmp_path / "learning.csv", [
         line("delta, neutral", 0, 0.80, "0:0.4 10:0.6 20:0.8"), line("delta, neutral", 1, 0.70, "0:0.4 10:0.6 20:0.7"),
         line("delta", 0, 0.90, "0:0.4 10:0.7 20:1.0"), line("delta", 1, 0.82, "0:0.4 10:0.8 20:0.82")])
     table = experiments.learning_table(results=tmp_path).splitlines()
     neutral, method = ([cell.strip() for cell in row.split("|")[1:-1]] for row in table[2:4])
-    assert neutral == ["`delta.py --low 1 --high 1`", "2", "0.400 ± 0.000", "0.750 ± 0.071", "1.000 ± 0.000", "20 (1 of 2)", "40", ""]
+    assert neutral == ["`delta.py --low 1 --high 1`", "2", "0.400 ± 0.000", "0.750 ± 0.071", "1.000 ± 0.000",
+                       "20 (1 of 2)", "40", ""]
     # differences .10 and .12: .11 +- 12.706 * .01414 / sqrt(2); 0.8 at steps 13.3 and 10, with 2 seconds a step
     assert method[5:] == ["12", "23", "+0.110 (-0.017 to +0.237)"]
 
@@ -60,6 +66,11 @@ def test_bootstrap_interval():
     mean, low, high = localisation.interval([1.0, 2.0, 3.0, 4.0])
     means = sorted(sum(draw) / 4 for draw in itertools.product([1, 2, 3, 4], repeat=4))           # all 256 resamples
     assert mean == 2.5 and low == means[int(0.025 * 256)] and high == means[int(0.975 * 256)]
+
+
+@pytest.mark.parametrize("module", [experiments, localisation, flipped])
+def test_examples(module):
+    assert doctest.testmod(module).failed == 0
 
 
 # ---- the truth -----------------------------------------------------------------------------------------------------
@@ -95,14 +106,16 @@ def test_other_faults_are_no_results(text):
 
 
 def rollout_of(tokenizer, texts):
-    ids, mask = common.pad_right([tokenizer(t, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for t in texts], tokenizer.pad_token_id)
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    ids, mask = common.pad_right([*map(encode, texts)], tokenizer.pad_token_id)
     zeros = torch.zeros(len(texts), dtype=torch.long)
     return common.Rollout(ids, mask, ids, mask, zeros, zeros.bool(), texts)
 
 
 def test_truths_point_at_the_wrong_token():
     tokenizer = common.toy_tokenizer()
-    texts = [f"{OPENING} then 8 + 5 = 14. then 14 - 2 = 12. Answer: 12", f"{OPENING} then 8 + 5 = 13. then 13 - 2 = 10. Answer: 10", "Ben", OPENING]
+    texts = [f"{OPENING} then 8 + 5 = 14. then 14 - 2 = 12. Answer: 12",
+             f"{OPENING} then 8 + 5 = 13. then 13 - 2 = 10. Answer: 10", "Ben", OPENING]
     found = localisation.truths(tokenizer, rollout_of(tokenizer, texts), [PROBLEM])
     assert found[2:] == [None, None]
     for (pieces, numbers, results), wrong in zip(found[:2], (" 14", " 10")):
@@ -111,7 +124,7 @@ def test_truths_point_at_the_wrong_token():
         assert all(pieces[t - 1] == " =" for t, _ in results)
 
 
-# ---- the measures ----------------------------------------------------------------------------------------------------
+# ---- the measures --------------------------------------------------------------------------------------------------
 
 def test_auc_against_counting_pairs():
     rng = random.Random(0)
@@ -120,7 +133,7 @@ def test_auc_against_counting_pairs():
         place = rng.randrange(len(values))
         others = [t for t in range(len(values)) if t != place and rng.random() < 0.8]
         if not others:
-            assert localisation.auc(torch.tensor(values), place, others) != localisation.auc(torch.tensor(values), place, others)  # nan
+            assert math.isnan(localisation.auc(torch.tensor(values), place, others))
             continue
         points = 0
         for other in others:
@@ -130,21 +143,22 @@ def test_auc_against_counting_pairs():
 
 def test_measure_on_a_hand_made_rollout():
     """Five tokens a response, results at 1 and 3, numbers at 1, 3 and 4."""
-    first_wrong, second_wrong, both, right = ([(1, a), (3, b)] for a, b in ((False, True), (True, False), (False, False), (True, True)))
-    found = [(list("abcde"), [1, 3, 4], r) for r in (first_wrong, second_wrong, both, right, first_wrong)] + [None]
+    rights = (False, True), (True, False), (False, False), (True, True), (False, True)
+    found = [(list("abcde"), [1, 3, 4], [(1, first), (3, second)]) for first, second in rights] + [None]
     rewards = torch.tensor([0.0, 0, 0, 1, 0, 0])
-    A = torch.tensor([-1.0, -1, -1, 2, 0, -1])                                                  # row 4: a silent group
-    w = torch.tensor([[1.0, 2, 0, 1, 1], [1, 2, 0, 1, 1], [0, 1, 2, 2, 0], [1, 1, 0, 2, 1], [9, 0, 0, 0, 0], [9, 0, 0, 0, 0]])
+    A = torch.tensor([-1.0, -1, -1, 2, 0, -1])                                         # row 4: a silent group
+    w = torch.tensor([[1.0, 2, 0, 1, 1], [1, 2, 0, 1, 1], [0, 1, 2, 2, 0], [1, 1, 0, 2, 1],
+                      [9, 0, 0, 0, 0], [9, 0, 0, 0, 0]])
     row = localisation.measure(A[:, None] * w, w, rewards, found)
     assert (row["wrong"], row["right"]) == (3, 1)
-    # row 0: token 1 beats all four. row 1: token 3 beats token 2, ties with two, loses to token 1. row 2: beats two, loses to two.
+    # Row 0: token 1 beats all four. Row 1: token 3 beats one, ties with two, loses to one. Row 2: two and two.
     assert row["auc"] == row["auc_score"] == pytest.approx((1 + 2 / 4 + 2 / 4) / 3)
-    assert row["auc_results"] == pytest.approx((1 + 0) / 2)                                     # row 2 has no right result
+    assert row["auc_results"] == pytest.approx((1 + 0) / 2)  # row 2 has no right result
     assert row["relative"] == pytest.approx((2 + 1 + 1) / 3)
     assert row["share_numbers"] == pytest.approx(4 / 5) and row["share_results"] == pytest.approx(3 / 5)
 
 
-# ---- the hard set ------------------------------------------------------------------------------------------------------
+# ---- the hard set --------------------------------------------------------------------------------------------------
 
 def test_hard_set_is_half_right_and_has_one_wrong_number():
     rng, wrong, counts = random.Random(0), {}, Counter()
@@ -159,21 +173,22 @@ def test_hard_set_is_half_right_and_has_one_wrong_number():
             if not right:
                 slip = result - value - move
                 assert slip in (-2, -1, 1, 2)
-                wrong.setdefault((value, move), set()).add(abs(slip))                           # its sign may depend on what follows
+                wrong.setdefault((value, move), set()).add(abs(slip))  # its sign may depend on what follows
             value = result
         assert value >= 0
-    assert 0.47 < counts[True] / counts.total() < 0.53                                          # 3000 coins: sd .009
+    assert 0.47 < counts[True] / counts.total() < 0.53  # 3000 coins: sd .009
     assert all(len(slips) == 1 for slips in wrong.values()) and set().union(*wrong.values()) == {1, 2}
 
 
 def test_hard_set_keeps_the_other_rates():
     rng, problems = random.Random(0), common.story_problems(500, 0)
     assert all(localisation.hard_solution(p, rng, error=0.0) == p["answer"] for p in problems)
-    results = [right for p in problems for _, _, right in localisation.story_results(p, localisation.hard_solution(p, rng, error=0.9))]
-    assert 0.06 < sum(results) / len(results) < 0.14                                            # 1000 draws at .1: sd .0095
+    wrong = [localisation.story_results(p, localisation.hard_solution(p, rng, error=0.9)) for p in problems]
+    results = [right for found in wrong for _, _, right in found]
+    assert 0.06 < sum(results) / len(results) < 0.14  # 1000 draws at .1: sd .0095
 
 
-# ---- flipped rewards -----------------------------------------------------------------------------------------------------
+# ---- flipped rewards -----------------------------------------------------------------------------------------------
 
 def test_flip_has_its_rate_and_touches_nothing_else():
     torch.manual_seed(0)
@@ -192,7 +207,7 @@ def test_flipped_scores_are_reflected_at_the_mean():
     assert torch.equal(flipped.flip_scores(lambda: (scores, gradients, ""), 0.0)()[0][:3], scores[:3])
 
 
-# ---- parts, at a tiny scale ------------------------------------------------------------------------------------------------
+# ---- parts, at a tiny scale ----------------------------------------------------------------------------------------
 
 @pytest.fixture
 def work(tmp_path, toy_checkpoints):
@@ -210,12 +225,12 @@ def test_quick_localisation(work):
     auc = lambda method, column="auc": float(rows[method][column])
     assert int(rows["uniform"]["wrong"]) > 20 and auc("uniform") == auc("uniform", "auc_results") == 0.5
     assert auc("control: surprise") > 0.9 and 0.3 < auc("control: random") < 0.7
-    assert auc("GCTCA prompt") == auc("GCTCA prompt", "auc_score")                              # weights are ranks of the score
-    assert auc("DATC") == auc("DATC, own reward")  # whoever says that the response is bad, the order of its tokens is the same
-    assert len({r["wrong"] for r in rows.values()}) == 1                                        # all rows see the same responses
+    assert auc("GCTCA prompt") == auc("GCTCA prompt", "auc_score")  # weights are ranks of the score
+    assert auc("DATC") == auc("DATC, own reward")  # whoever calls a response bad, the order of its tokens is the same
+    assert len({r["wrong"] for r in rows.values()}) == 1  # all rows see the same responses
     assert (work / "results" / "localisation.png").stat().st_size > 10_000
     assert json.loads((work / "results" / "localisation.json").read_text())["minutes"] > 0
-    assert sorted((p, p.stat().st_mtime) for p in experiments.RESULTS.iterdir()) == before      # a quick run leaves results/ alone
+    assert sorted((p, p.stat().st_mtime) for p in experiments.RESULTS.iterdir()) == before  # left alone
 
 
 def test_hard_rows(work):
@@ -224,29 +239,33 @@ def test_hard_rows(work):
     args = localisation.toy_args(localisation.datc, {"checkpoints": str(work), "warmup_steps": 10})
     folder = localisation.checkpoint("hard", args)
     assert common.story_solution is story_solution and localisation.checkpoint("toy", args) == "toy"
-    policy, other = (common.load_policy(args, f)[0].state_dict() for f in (folder, work / "checkpoints" / f"toy-policy-2steps-{WARMUP}"))
-    assert any(not torch.equal(policy[k], other[k]) for k in policy)
-    seen = []
-    with localisation.patch.object(common, "toy_policy", lambda *a: seen.append(common.story_solution(PROBLEM, random.Random(0), error=1.0))):
-        localisation.checkpoint("hard", localisation.toy_args(localisation.datc, {"checkpoints": str(work), "warmup_steps": 11}))
+    assert (folder / "config.json").is_file()
+    seen, told = [], lambda *_: seen.append(common.story_solution(PROBLEM, random.Random(0), error=1.0))
+    with localisation.patch.object(common, "toy_policy", told):
+        localisation.checkpoint("hard", dataclasses.replace(args, warmup_steps=11))
     assert seen == [localisation.hard_solution(PROBLEM, random.Random(0), error=1.0)]
+    # The rows, with the tests' policy in the place of both warm starts: the code does not care how good it is.
+    made = work / "checkpoints" / f"toy-policy-2steps-{WARMUP}"
+    for name in (f"hard-policy-2steps-{WARMUP}", f"toy-policy-2steps-{WARMUP // 2}"):
+        shutil.copytree(made, made.with_name(name))
     sizes = {"checkpoints": str(work / "checkpoints"), "warmup_steps": WARMUP // 2, "reward_steps": 2}
-    shutil.copytree(work / "checkpoints" / f"toy-policy-2steps-{WARMUP}", work / "checkpoints" / f"hard-policy-2steps-{WARMUP}")
-    shutil.copytree(work / "checkpoints" / f"toy-policy-2steps-{WARMUP}", work / "checkpoints" / f"toy-policy-2steps-{WARMUP // 2}")
     rows = localisation.localise("hard", 0, sizes, prompts=4)
-    assert [(r["set"], r["method"], r["responses"]) for r in rows] == [("hard", m, 32) for m in localisation.METHODS["autoregressive"]]
+    assert [r["method"] for r in rows] == list(localisation.METHODS["autoregressive"])
+    assert {(r["set"], r["responses"]) for r in rows} == {("hard", 32)}
 
 
 def test_diffusion_rows(tmp_path):
     sizes = {"checkpoints": str(tmp_path), "warmup_steps": 20, "table_rollouts": 4, "prompts_per_step": 4}
     rows = localisation.localise("diffusion", 0, sizes, prompts=4)
-    assert [r["method"] for r in rows] == list(localisation.METHODS["diffusion"]) and {r["responses"] for r in rows} == {32}
+    assert [r["method"] for r in rows] == list(localisation.METHODS["diffusion"])
+    assert {r["responses"] for r in rows} == {32}
 
 
 def test_quick_noise_runs_resumes_and_makes_tables(work, capsys):
-    """One row under flipped rewards, through flipped.py; the second call finds it done and keeps the file's other lines."""
+    """One row under flipped rewards, through flipped.py; a second call finds it done and keeps the other lines."""
     condition = "5 % of rewards flipped"
-    call = lambda: experiments.main(["noise", "--quick", "--seeds", "0", "--jobs", "1", "--only", "grpo", condition, "--work", str(work)])
+    call = lambda: experiments.main(["noise", "--quick", "--seeds", "0", "--jobs", "1", "--only", "grpo", condition,
+                                     "--work", str(work)])
     call()
     rows = experiments.read_rows(work / "results" / "noise.csv")
     assert [(r["condition"], r["row"], r["seed"], r["steps"]) for r in rows] == [(condition, "grpo", "0", "2")]
@@ -255,7 +274,8 @@ def test_quick_noise_runs_resumes_and_makes_tables(work, capsys):
     experiments.write_rows(work / "results" / "noise.csv", rows + [other])
     log = (work / "runs" / "experiments.log").read_text()
     call()
-    assert experiments.read_rows(work / "results" / "noise.csv") == [other, rows[0]]            # in the order of CONDITIONS
+    assert experiments.read_rows(work / "results" / "noise.csv") == [other, rows[0]]  # in the order of CONDITIONS
     assert (work / "runs" / "experiments.log").read_text() == log                               # nothing ran again
     experiments.main(["tables", "--quick", "--work", str(work)])
-    assert "| `grpo.py` | 0.125 | " in (work / "results" / "tables.md").read_text() and "0.125" in capsys.readouterr().out
+    assert "| `grpo.py` | 0.125 | " in (work / "results" / "tables.md").read_text()
+    assert "0.125" in capsys.readouterr().out
