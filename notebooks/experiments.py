@@ -400,9 +400,8 @@ def learning_table(table=LEARNING, part="learning", results=RESULTS):
                              mean_and_interval(paired) if paired else ""]))
     lines.append("\nMean ± standard deviation over seeds; differences with their 95 % t interval. Steps to 0.8 of "
                  "sampled accuracy by a straight line between two evaluations, mean over the seeds that reach it; "
-                 "seconds: those steps times the run's mean seconds per step on one core (evaluation included, warm start "
-                 "not), median. "
-                 + runs_and_time(part, rows, results))
+                 "seconds: those steps times the run's mean seconds per step on one core (evaluation included, warm "
+                 "start not), median. " + runs_and_time(part, rows, results))
     return "\n".join(lines)
 
 

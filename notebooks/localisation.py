@@ -73,8 +73,8 @@ def story_results(problem, text):
 def token_of(pieces, start):
     """Index of the token that holds character `start` of the joined pieces.
 
-    >>> token_of(["then", " 8", " +"], 5)
-    1
+    >>> token_of(["then", " 8", " +"], 4), token_of(["then", " 8", " +"], 5)      # its space, its digit
+    (1, 1)
     """
     ends = np.cumsum([len(piece) for piece in pieces])
     return int(np.searchsorted(ends, start, side="right"))

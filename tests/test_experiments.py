@@ -192,7 +192,7 @@ def test_hard_set_keeps_the_other_rates():
 
 def test_flip_has_its_rate_and_touches_nothing_else():
     torch.manual_seed(0)
-    reward = flipped.flip(lambda text, problem: text, 0.05)
+    reward = flipped.flip(lambda text, problem: text)
     assert 0.042 < sum(reward(1.0, None) == 0.0 for _ in range(10_000)) / 10_000 < 0.058       # sd .0022
     assert 0.042 < sum(reward(0.0, None) == 1.0 for _ in range(10_000)) / 10_000 < 0.058
     assert flipped.flip(lambda *_: None, 1.0)("", None) is None
