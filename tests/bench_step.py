@@ -39,6 +39,7 @@ def bench(name, args, pairs):
     embeddings, decodable = datc.vocabulary_embeddings(tokenizer, reward_tokenizer, table, model.get_output_embeddings().weight.shape[0], eos_ids)
     problems = common.encode_prompts(tokenizer, common.story_problems(512, 0), args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    args.negative_instruction = common.WRONG_ANSWER  # gctca.py's argument, on top of datc.py's
     times, lengths = {}, []
 
     def judge(lam):
