@@ -66,7 +66,7 @@ class Args(RunArgs):
 
 # The toy is tiny and starts from random weights, so it takes larger steps on more samples.
 TOY = dict(steps=60, prompts_per_step=64, max_new_tokens=32, learning_rate=3e-4, micro_batch=512, sample_batch=4096,
-           chunk_size=4096, eval_problems=128, eval_samples=8, reward_steps=400)
+           chunk_size=4096, eval_problems=128, eval_samples=8, reward_steps=600)
 
 
 def check_options(args):
@@ -276,7 +276,8 @@ def train_reward_model(args, name):
     """Grow a reward model from the causal LM `name` on right and slipped story answers -> checkpoint folder.   [ours]
 
     Bradley-Terry: minimise -log sigmoid(R(right) - R(slipped)), at every position: a slip is easier to learn where it
-    stands than at the end. The toy trains all weights, a real model its head: enough to try the method, not to trust R.
+    stands. In every fourth pair one token is replaced at random instead: who has only seen wrong sums likes a right sum
+    about another story, and the policy finds out. The toy trains all weights, a real model its head: to try, not to trust.
     """
     import transformers
     folder = Path(args.checkpoints, f"rm-{Path(name).name}-{args.story_steps}-{args.warmup_steps}-{args.reward_steps}")
@@ -296,12 +297,15 @@ def train_reward_model(args, name):
             right = slipped = problem["answer"]
             while slipped == right:
                 slipped = story_solution(problem, rng, error=0.5)
-            rows += [prompt + tokenizer(text + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
-                     for text in (right, slipped)]
+            right, slipped = tokenizer([right, slipped], add_special_tokens=False)["input_ids"]
+            if rng.random() < 0.25:
+                slipped = right[:]
+                slipped[rng.randrange(len(right))] = rng.choice(right)
+            rows += [prompt + ids + [tokenizer.eos_token_id] for ids in (right, slipped)]
         return (x.to(args.device) for x in pad_right(rows, tokenizer.pad_token_id))              # (2B,L) ids, mask
 
     problems, size = story_problems(8192, 0, "train", args.story_steps), 64 if is_toy(name) else 8   # pairs in a step
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, weight_decay=0.0)
     for _ in tqdm(range(args.reward_steps), desc="reward model"):
         ids, mask = pairs(rng.sample(problems, size))
         R = model.score(model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state)[..., 0]   # (2B,L)
@@ -309,6 +313,7 @@ def train_reward_model(args, name):
         loss = -(torch.nn.functional.logsigmoid(R[::2] - R[1::2]) * both).sum() / both.sum()
         optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     with torch.no_grad():
         ids, mask = pairs(story_problems(128, 0, "test", args.story_steps))

@@ -231,6 +231,7 @@ def localisation(options):
             rows += measure.localise(name, seed, sizes, prompts=16 if options.quick else 64)
             write_rows(options.results / "localisation.csv", rows)
     localisation_picture(options.results)
+    measure.pictures(options.results, sizes)
 
 
 # ---- the toy as a new user runs it, a real checkpoint, the benchmarks ----------------------------------------------

@@ -330,3 +330,28 @@ def localise(name, seed, sizes, prompts=64):
     for r in rows:  # of the whole set and seed: the rows share their rollout
         r["seconds"] = f"{time.time() - started:.1f}"
     return rows
+
+
+def pictures(folder, sizes, prompts=16, seed=0):
+    """folder/credit_{autoregressive,diffusion}.png: a right and a wrong response of one problem, coloured by each method.
+
+    Shown is |A w| over its mean in the response, so that 1 is uniform; the sign is the same for the whole response. The
+    end token counts, but is not drawn.
+    """
+    for kind, make in (("autoregressive", lambda: autoregressive("toy", sizes, prompts, seed)),
+                       ("diffusion", lambda: diffusion(sizes, prompts, seed))):
+        rewards, found, credits, _ = make()
+        group, usable = len(rewards) // prompts, [i for i, f in enumerate(found) if f is not None]
+        right, wrong = next((i, j) for i in usable for j in usable
+                            if i // group == j // group and rewards[i] > rewards[j])
+        tokens, weights, titles = [], [], []
+        for row in credits:
+            if row == "uniform" or row.startswith("control") or "," in row:  # ablations: notebook 04 has them
+                continue
+            for i, what in ((right, "right"), (wrong, "wrong")):
+                w = credits[row][0][i][:len(found[i][0])].abs()                            # (T_i,)
+                drawn = len(w) - (found[i][0][-1] == "<eos>")
+                tokens.append(found[i][0][:drawn])
+                weights.append((w / w.mean()).tolist()[:drawn])
+                titles.append(f"{row}, {what} answer")
+        common.plot_credit(folder / f"credit_{kind}.png", tokens, weights, titles)
