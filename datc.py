@@ -66,7 +66,7 @@ class Args(RunArgs):
 
 # The toy is tiny and starts from random weights, so it takes larger steps on more samples.
 TOY = dict(steps=60, prompts_per_step=64, max_new_tokens=32, learning_rate=3e-4, micro_batch=512, sample_batch=4096,
-           chunk_size=4096, eval_problems=128, eval_samples=8, reward_steps=600)
+           chunk_size=4096, eval_problems=128, eval_samples=8, reward_steps=800)
 
 
 def check_options(args):

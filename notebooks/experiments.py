@@ -275,8 +275,11 @@ def smollm2(options):
             a, b = rng.randint(1, 20), rng.randint(1, 20)
             question = f"What is {a} + {b}? Answer with just a number."
             file.write(json.dumps({"question": question, "answer": str(a + b)}) + "\n")
-    rows = []
-    for script, flags in list(SMOLLM2.items())[:1 if options.quick else None]:
+    path, order = options.results / "smollm2.csv", list(SMOLLM2)
+    chosen = order[:1] if options.quick else options.only or order
+    rows = [r for r in (read_rows(path) if path.exists() else []) if r["script"] not in chosen]
+    for script in chosen:
+        flags = SMOLLM2[script]
         label = "smollm2-" + re.sub(r"\W+", "-", script)
         subprocess.run(["rm", "-rf", str(options.work / "runs" / label)], check=True)
         # The reward model's head is trained on story answers, so datc.py's task is stories.
@@ -297,7 +300,7 @@ def smollm2(options):
             "held-out sampled before": f"{float(first['eval_mean']):.3f}", "after": f"{float(last['eval_mean']):.3f}",
             "greedy before": f"{float(first['eval_greedy']):.3f}", "greedy after": f"{float(last['eval_greedy']):.3f}",
             "seconds per step": f"{statistics.median(steps):.1f}"})
-        write_rows(options.results / "smollm2.csv", rows)
+        write_rows(path, sorted(rows, key=lambda r: order.index(r["script"])))
 
 
 def cost(options):
