@@ -76,7 +76,7 @@ class Args(DiffusionArgs):
 
 
 # The toy is tiny and starts from random weights, so it takes larger steps on more samples.
-TOY = dict(steps=40, prompts_per_step=32, max_new_tokens=24, inner_iterations=4, learning_rate=3e-4, micro_batch=512,
+TOY = dict(steps=40, prompts_per_step=32, max_new_tokens=24, inner_iterations=1, learning_rate=2e-4, micro_batch=512,
            sample_batch=4096, chunk_size=4096, eval_problems=128, eval_samples=8, tagger="words", table_rollouts=64)
 
 
