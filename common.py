@@ -1162,8 +1162,11 @@ def clipped_kl_loss(logps, old_logps, ref_logps, advantages, mask, *, clip_low=0
         if beta:
             per_token = per_token + beta * divergence
     per_token = torch.where(valid, per_token, 0.0)
-    if denominator is None:
-        denominator = loss_denominator(mask, aggregate, max_len)
+    if denominator is None:  # loss_denominator(mask, aggregate, max_len), spelled out: this function can be copied alone
+        if aggregate not in ("token", "sequence", "constant") or (aggregate == "constant" and not max_len):
+            raise ValueError(f'aggregate {aggregate!r}: must be "token", "sequence" or "constant"; "constant" needs max_len')
+        denominator = len(mask) * max_len if aggregate == "constant" else (
+            mask.sum() if aggregate == "token" else (mask.sum(1) > 0).sum()).clamp(min=1)
     if aggregate == "sequence":
         per_token = per_token / mask.sum(dim=1, keepdim=True).clamp(min=1.0)  # each response counts once
     loss = per_token.sum() / denominator
