@@ -256,10 +256,11 @@ def toy(options):
         write_rows(options.results / "toy.csv", rows)
 
 
-SMOLLM2 = {  # flags besides the shared ones; the first row is 20 steps of plain GRPO
+SMOLLM2_FEW = "--steps 5 --prompts-per-step 2 --group-size 4 --eval-problems 16 --eval-samples 2"
+SMOLLM2 = {  # flags besides the shared ones; the first row is 20 steps of plain GRPO, the others show that they run
     "grpo.py": "--steps 20 --beta 0 --prompts-per-step 3 --group-size 4 --eval-problems 16 --eval-samples 2",
-    "delta.py": "--steps 5", "gctca.py": "--steps 5", "gctca.py --guidance group": "--steps 5",
-    "datc.py": "--steps 5 --beta 0 --reward-steps 100"}
+    "delta.py": SMOLLM2_FEW, "gctca.py": SMOLLM2_FEW, "gctca.py --guidance group": SMOLLM2_FEW,
+    "datc.py": SMOLLM2_FEW + " --beta 0 --reward-steps 60"}
 
 
 def smollm2(options):
