@@ -1265,10 +1265,12 @@ def is_toy(model):
 def check_args(args):
     """Reject what cannot work, before anything is loaded. Each message says what to change."""
     positive = ("steps prompts_per_step max_new_tokens max_prompt_length eval_problems eval_samples sample_batch micro_batch "
-                "chunk_size warmup_steps inner_iterations mini_batches")
+                "chunk_size inner_iterations mini_batches")
     for name in positive.split():
         if getattr(args, name, 1) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if args.warmup_steps < 12:
+        raise InputError(f"--warmup-steps must be at least 12, not {args.warmup_steps}: the toy would not even learn the format")
     if args.group_size < 2:
         raise InputError(f"--group-size must be at least 2, not {args.group_size}: one response alone has nothing to be compared with")
     if not (args.temperature > 0 and math.isfinite(args.temperature)):

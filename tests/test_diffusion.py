@@ -498,7 +498,7 @@ def test_same_seeds_give_ratio_one_and_leave_the_generator_alone(llada, batch, l
 
 def args(tmp_path, *flags):
     import daca
-    return common.parse_args(daca.Args, daca.TOY, ["--checkpoints", str(tmp_path), "--warmup-steps", "3", *flags])
+    return common.parse_args(daca.Args, daca.TOY, ["--checkpoints", str(tmp_path), "--warmup-steps", "12", *flags])
 
 
 def test_toy_is_an_ordinary_folder_and_rollouts_hold_the_trace(tmp_path):

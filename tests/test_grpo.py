@@ -100,7 +100,7 @@ def test_ctrl_c_saves(tmp_path, toy_checkpoints):
     (["--max-prompt-length", "3"], "raise it"), (["--task", "poetry"], "story"), (["--resume"], "--name"), (["--resume", "--name", "none"], "no checkpoint"),
     (["--kl", "k4"], "k1, k2, k3"), (["--aggregate", "sum"], "sequence, token, constant"), (["--clip-low", "1.5"], "--clip-low"),
     (["--dual-clip", "0.5"], "--dual-clip"), (["--mini-batches", "99"], "--mini-batches"), (["--device", "cuda"], "CUDA"), (["--device", "tpu"], "--device"),
-    (["--story-steps", "9"], "story-steps"), (["--learning-rate", "0"], "learning-rate"), (["--dtype", "int8"], "dtype"),
+    (["--warmup-steps", "5"], "at least 12"), (["--story-steps", "9"], "story-steps"), (["--learning-rate", "0"], "learning-rate"), (["--dtype", "int8"], "dtype"),
 ])
 def test_bad_input_is_one_line_and_code_2(flags, word, tmp_path, monkeypatch, toy_checkpoints, capsys):
     if flags[-1] == "cuda" and torch.cuda.is_available():
