@@ -342,8 +342,11 @@ def pictures(folder, sizes, prompts=16, seed=0):
                        ("diffusion", lambda: diffusion(sizes, prompts, seed))):
         rewards, found, credits, _ = make()
         group, usable = len(rewards) // prompts, [i for i, f in enumerate(found) if f is not None]
-        right, wrong = next((i, j) for i in usable for j in usable
-                            if i // group == j // group and rewards[i] > rewards[j])
+        pairs = [(i, j) for i in usable for j in usable if i // group == j // group and rewards[i] > rewards[j]]
+        if not pairs:  # a policy with hardly any warm start
+            print(f"{kind}: no right and wrong response of the same problem, no picture")
+            continue
+        right, wrong = pairs[0]
         tokens, weights, titles = [], [], []
         for row in credits:
             if row == "uniform" or row.startswith("control") or "," in row:  # ablations: notebook 04 has them
