@@ -1,0 +1,158 @@
+"""Token credit in TRL's trainer: plain when neutral, ours with DelTA, the same on two processes; and the two losses compared."""
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import common
+import delta
+from conftest import ROOT, WARMUP
+
+pytest.importorskip("trl", reason="needs trl (pip install -r tests/requirements.txt)")
+pytest.importorskip("datasets", reason="needs datasets")
+sys.path.insert(0, str(ROOT / "notebooks"))
+import trl_token_credit as out  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def trainer(toy_checkpoints, tmp_path_factory):
+    return out.toy_trainer(out.delta_credit, toy_checkpoints, WARMUP, tmp_path_factory.mktemp("trl"), max_steps=10,
+                           per_device_train_batch_size=16, num_generations=4, disable_tqdm=True)
+
+
+@pytest.fixture(scope="module")
+def rollout(trainer):
+    """One rollout batch as plain TRL makes it: advantages (N,)."""
+    inputs = [trainer.train_dataset[i // 4] for i in range(16)]
+    batch = out.GRPOTrainer._generate_and_score_completions(trainer, inputs)
+    assert batch["advantages"].dim() == 1 and batch["advantages"].any()
+    return batch
+
+
+def loss_and_gradient(trainer, batch):
+    """TRL's loss on a batch and the gradient of every weight (eval mode: no gradient accumulation in the denominators)."""
+    trainer.model.eval().zero_grad()
+    loss = trainer._compute_loss(trainer.model, batch)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_neutral_weights_change_nothing(trainer, rollout):
+    A, mask = rollout["advantages"], rollout["completion_mask"].float()
+    old = trainer.old_scores(rollout, mask)
+    plain, plain_gradient = loss_and_gradient(trainer, rollout)
+    for w in (out.no_credit(trainer, rollout, old, A, mask),
+              delta.credit_weights(delta.token_proxies(old.hidden, old.logps), A, mask, low=1.0, high=1.0)):
+        loss, gradient = loss_and_gradient(trainer, {**rollout, "advantages": A[:, None] * w})
+        assert torch.equal(loss, plain)
+        assert all(torch.equal(gradient[name], plain_gradient[name]) for name in gradient)
+    assert any(g.abs().max() > 0 for g in plain_gradient.values())
+
+
+def test_delta_equals_this_projects_loss(trainer, rollout):
+    A, mask = rollout["advantages"], rollout["completion_mask"].float()
+    w = out.delta_credit(trainer, rollout, trainer.old_scores(rollout, mask), A, mask)
+    got, got_gradient = loss_and_gradient(trainer, {**rollout, "advantages": A[:, None] * w})
+
+    trainer.model.zero_grad()
+    rows = [rollout[key] for key in ("prompt_ids", "prompt_mask", "completion_ids")]
+    scores = common.token_logps(trainer.model, *rows, mask, want=("hidden",))
+    ours = delta.credit_weights(delta.token_proxies(scores.hidden, scores.logps.detach()), A, mask)
+    loss, _ = common.clipped_kl_loss(scores.logps, scores.logps, None, A[:, None] * ours, mask, clip_high=0.28)
+    loss.backward()
+    assert (w - ours).abs().max() < 1e-5 and w.std() > 0.01
+    assert abs(got - loss) < 1e-5
+    for name, p in trainer.model.named_parameters():
+        assert (p.grad - got_gradient[name]).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("delta_", [None, 4.0])
+@pytest.mark.parametrize("loss_type, aggregate", [("grpo", "sequence"), ("bnpo", "token"), ("dapo", "token"), ("dr_grpo", "constant")])
+def test_the_two_losses_are_equal(trainer, monkeypatch, loss_type, aggregate, beta, delta_):
+    """Value and gradient on the same random tensors. TRL knows the KL estimate k3 only. TRL's `delta` caps every ratio, ours
+    (dual clip) acts where A < 0 only: the same thing, since for A > 0 the ordinary clip is already below it. One difference stays:
+    TRL multiplies the KL by the ratio if use_bias_correction_kl is on (then it is unbiased off-policy, too); the papers do not.
+    """
+    torch.manual_seed(3)
+    N, T = 5, 7
+    mask = (torch.arange(T) < torch.tensor([7, 3, 1, 5, 6])[:, None]).float()                # (N,T)
+    logps = (-3 * torch.rand(N, T)).requires_grad_()                                        # (N,T)
+    old, ref = logps.detach() + torch.randn(N, T), logps.detach() + 0.3 * torch.randn(N, T)
+    A = torch.randn(N, T)
+    ids = torch.ones(N, T, dtype=torch.long)
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", lambda *a, **k: (logps, torch.zeros(N, T), None))
+    for name, value in dict(loss_type=loss_type, beta=beta, epsilon_low=0.2, epsilon_high=0.28).items():
+        monkeypatch.setattr(trainer, name, value)
+    monkeypatch.setattr(trainer.args, "delta", delta_)
+    monkeypatch.setattr(trainer.args, "use_bias_correction_kl", False)
+    trainer.model.eval()
+    theirs = trainer._compute_loss(trainer.model, dict(
+        prompt_ids=ids, prompt_mask=ids, completion_ids=ids, completion_mask=mask, advantages=A, old_per_token_logps=old,
+        ref_per_token_logps=ref, num_items_in_batch=mask.sum()))
+    expected, = torch.autograd.grad(theirs, logps)
+    ours, _ = common.clipped_kl_loss(logps, old, ref, A, mask, clip_low=0.2, clip_high=0.28, dual_clip=delta_, beta=beta,
+                                     aggregate=aggregate, max_len=trainer.max_completion_length)
+    gradient, = torch.autograd.grad(ours, logps)
+    assert abs(ours - theirs) < 1e-6 and abs(theirs) > 1e-3
+    assert (gradient - expected).abs().max() < 1e-6
+
+
+def test_gctca_weights_have_mean_one(trainer, rollout):
+    A, mask = rollout["advantages"], rollout["completion_mask"].float()
+    w = out.gctca_credit(trainer, rollout, trainer.old_scores(rollout, mask), A, mask)
+    assert torch.allclose((w * mask).sum(1) / mask.sum(1), torch.ones(len(A)), atol=1e-5) and w.std() > 0.1
+
+
+def test_ten_steps_in_one_process(trainer):
+    trainer.train()
+    assert trainer.state.global_step == 10
+    assert all(row["grad_norm"] > 0 for row in trainer.state.log_history if row.get("frac_reward_zero_std", 1) < 1)
+
+
+TWO = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import trl_token_credit as out
+from accelerate import Accelerator
+a, x = Accelerator(cpu=True), torch.load(sys.argv[2], weights_only=True)
+assert a.num_processes == 2
+half = slice(a.process_index * 4, a.process_index * 4 + 4)
+T = (7, 9)[a.process_index]                       # processes pad to their own longest response
+trainer = type("Trainer", (), {"accelerator": a})()
+old = out.common.Scores(x["logps"][half, :T], None, x["hidden"][half, :T])
+w = out.delta_credit(trainer, None, old, x["A"][half], x["mask"][half, :T])
+torch.save(w, f"{sys.argv[3]}/{a.process_index}.pt")
+"""
+
+
+def launch(folder, *command):
+    """Run a script on two CPU processes (gloo) and return what it printed."""
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *map(str, command)],
+                          cwd=folder, capture_output=True, text=True, timeout=280,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_weights_do_not_depend_on_the_number_of_processes(tmp_path):
+    torch.manual_seed(0)
+    mask = (torch.arange(9) < torch.tensor([7, 4, 2, 6, 9, 5, 1, 8])[:, None]).float()       # (8,9)
+    x = {"logps": -2 * torch.rand(8, 9) * mask, "hidden": torch.randn(8, 9, 6) * mask[..., None], "A": torch.randn(8), "mask": mask}
+    torch.save(x, tmp_path / "x.pt")
+    (tmp_path / "two.py").write_text(TWO)
+    launch(tmp_path, tmp_path / "two.py", ROOT / "notebooks", tmp_path / "x.pt", tmp_path)
+    expected = delta.credit_weights(delta.token_proxies(x["hidden"], x["logps"]), x["A"], mask)  # (8,9) one process
+    for process, T in ((0, 7), (1, 9)):
+        w = torch.load(tmp_path / f"{process}.pt", weights_only=True)                       # (4,T)
+        assert (w - expected[4 * process:4 * process + 4, :T]).abs().max() < 1e-6
+    local = delta.credit_weights(delta.token_proxies(x["hidden"][:4], x["logps"][:4]), x["A"][:4], mask[:4])
+    assert (local - expected[:4]).abs().max() > 1e-3  # without the reduction it would differ
+
+
+def test_ten_steps_on_two_processes(tmp_path, toy_checkpoints):
+    printed = launch(tmp_path, ROOT / "notebooks" / "trl_token_credit.py", "--steps", 10, "--batch", 8, "--checkpoints", toy_checkpoints,
+                     "--warmup-steps", WARMUP)
+    assert "process 0 of 2: 10 steps" in printed and "process 1 of 2: 10 steps" in printed
