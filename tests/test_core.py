@@ -506,3 +506,45 @@ def test_draw_batch_visits_everything_once_per_pass():
     assert drawn[:10] != drawn[10:20]
     assert common.draw_batch(problems, 3, 4, seed=3) == drawn[8:12]  # from (seed, step) alone: nothing to save
     assert len(common.draw_batch(problems, 2, 25, seed=0)) == 25     # larger than the data: several passes
+
+
+# ---- the scorer's kernel -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_prob_kernel(temperature):
+    """LogProb against log_softmax in float64: values, entropy, gradient, p near 1, -inf, bfloat16."""
+    torch.manual_seed(0)
+    z, y = torch.randn(5, 11, dtype=torch.float64), torch.tensor([0, 3, 10, 3, 7])
+    plain = (z / temperature).log_softmax(-1)                                               # (5,11)
+    for entropy in (False, True):
+        logps, h = common.LogProb.apply(z.clone(), y, temperature, entropy)
+        assert torch.allclose(logps, plain[torch.arange(5), y], atol=1e-12)
+        assert (h is None) == (not entropy) and (h is None or torch.allclose(h, -(plain.exp() * plain).sum(-1), atol=1e-12))
+    leaf, g = z.clone().requires_grad_(), torch.randn(5, dtype=torch.float64)
+    expected, = torch.autograd.grad(((leaf / temperature).log_softmax(-1)[torch.arange(5), y] * g).sum(), leaf)
+    for entropy in (False, True):
+        gradient, = torch.autograd.grad((common.LogProb.apply(leaf * 1.0, y, temperature, entropy)[0] * g).sum(), leaf)
+        assert torch.allclose(gradient, expected, atol=1e-12)
+
+    sure = torch.zeros(1, 1000)
+    sure[0, 4] = 18 * temperature                                                           # p_y = 0.99998
+    exact = (sure.double() / temperature).log_softmax(-1)[0, 4].item()
+    got = common.LogProb.apply(sure.clone(), torch.tensor([4]), temperature, False)[0].item()
+    assert exact == pytest.approx(-1.5e-5, rel=0.1) and got == pytest.approx(exact, abs=3e-7)  # steps of float32 at 1
+
+    hidden = z.float().masked_fill(torch.arange(11) == 5, -torch.inf).requires_grad_()      # a mask token's logit
+    common.LogProb.apply(hidden * 1.0, y, temperature, False)[0].sum().backward()
+    assert hidden.grad.isfinite().all() and (hidden.grad[:, 5] == 0).all()
+    half = z.bfloat16().requires_grad_()
+    logps, _ = common.LogProb.apply(half, y, temperature, False)
+    logps.sum().backward()
+    assert logps.dtype == torch.float32 and half.grad.dtype == torch.bfloat16
+    assert torch.equal(half.detach(), z.bfloat16())                                         # only float32 is overwritten
+
+
+def test_log_prob_kernel_refuses_a_second_backward_pass():
+    z = torch.randn(2, 5, requires_grad=True)
+    total = common.LogProb.apply(z * 1.0, torch.tensor([1, 2]), 1.0, False)[0].sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()

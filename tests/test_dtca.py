@@ -500,7 +500,8 @@ def plain_step_selected_training(args):
 
         def log_prob(model):
             logits = model.head(model.hidden(ids, seen)[:, P:][trained])
-            return torch.zeros(y.shape).masked_scatter(trained, -torch.nn.functional.cross_entropy(logits, y[trained], reduction="none"))
+            logps, _ = common.LogProb.apply(logits, y[trained], 1.0, False)  # tested by itself; another log_softmax differs in the last bit
+            return torch.zeros(y.shape).masked_scatter(trained, logps)
 
         with torch.no_grad():
             old, ref = log_prob(lm), log_prob(reference)
