@@ -2,12 +2,15 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 import common
+import datc
 import delta
+import gctca
 from conftest import ROOT, WARMUP
 
 pytest.importorskip("trl", reason="needs trl (pip install -r tests/requirements.txt)")
@@ -16,10 +19,16 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import trl_token_credit as out  # noqa: E402
 
 
+SMALL = dict(max_steps=10, per_device_train_batch_size=16, num_generations=4, disable_tqdm=True)
+
+
+def flags(checkpoints):
+    return ["--checkpoints", str(checkpoints), "--warmup-steps", str(WARMUP), "--reward-steps", "5"]
+
+
 @pytest.fixture(scope="module")
 def trainer(toy_checkpoints, tmp_path_factory):
-    return out.toy_trainer(out.delta_credit, toy_checkpoints, WARMUP, tmp_path_factory.mktemp("trl"), max_steps=10,
-                           per_device_train_batch_size=16, num_generations=4, disable_tqdm=True)
+    return out.toy_trainer(out.delta_credit, flags(toy_checkpoints), output_dir=str(tmp_path_factory.mktemp("trl")), **SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +37,7 @@ def rollout(trainer):
     inputs = [trainer.train_dataset[i // 4] for i in range(16)]
     batch = out.GRPOTrainer._generate_and_score_completions(trainer, inputs)
     assert batch["advantages"].dim() == 1 and batch["advantages"].any()
-    return batch
+    return {**batch, "inputs": inputs}
 
 
 def loss_and_gradient(trainer, batch):
@@ -41,7 +50,7 @@ def loss_and_gradient(trainer, batch):
 
 def test_neutral_weights_change_nothing(trainer, rollout):
     A, mask = rollout["advantages"], rollout["completion_mask"].float()
-    old = trainer.old_scores(rollout, mask)
+    old = trainer.old_scores(rollout)
     plain, plain_gradient = loss_and_gradient(trainer, rollout)
     for w in (out.no_credit(trainer, rollout, old, A, mask),
               delta.credit_weights(delta.token_proxies(old.hidden, old.logps), A, mask, low=1.0, high=1.0)):
@@ -53,7 +62,7 @@ def test_neutral_weights_change_nothing(trainer, rollout):
 
 def test_delta_equals_this_projects_loss(trainer, rollout):
     A, mask = rollout["advantages"], rollout["completion_mask"].float()
-    w = out.delta_credit(trainer, rollout, trainer.old_scores(rollout, mask), A, mask)
+    w = out.delta_credit(trainer, rollout, trainer.old_scores(rollout), A, mask)
     got, got_gradient = loss_and_gradient(trainer, {**rollout, "advantages": A[:, None] * w})
 
     trainer.model.zero_grad()
@@ -100,10 +109,37 @@ def test_the_two_losses_are_equal(trainer, monkeypatch, loss_type, aggregate, be
     assert (gradient - expected).abs().max() < 1e-6
 
 
-def test_gctca_weights_have_mean_one(trainer, rollout):
-    A, mask = rollout["advantages"], rollout["completion_mask"].float()
-    w = out.gctca_credit(trainer, rollout, trainer.old_scores(rollout, mask), A, mask)
-    assert torch.allclose((w * mask).sum(1) / mask.sum(1), torch.ones(len(A)), atol=1e-5) and w.std() > 0.1
+def test_gctca_equals_this_projects_weights(trainer, rollout):
+    A, mask, tokenizer = rollout["advantages"], rollout["completion_mask"].float(), trainer.processing_class
+    w = out.gctca_credit(trainer, rollout, trainer.old_scores(rollout), A, mask)
+    negative = common.pad_left([common.chat_ids(tokenizer, row["question"], common.WRONG_ANSWER) for row in rollout["inputs"]],
+                               tokenizer.pad_token_id)
+    with torch.no_grad():
+        k = gctca.guidance_divergence(*(common.token_logps(trainer.model, *prompt, rollout["completion_ids"], mask).logps for prompt in (
+            (rollout["prompt_ids"], rollout["prompt_mask"]), negative)))                    # (N,T)
+    assert (w - gctca.credit_weights(k, mask)).abs().max() < 1e-5 and w.std() > 0.1
+
+
+def test_datc_equals_this_projects_token_advantages(toy_checkpoints, tmp_path):
+    """From the sampled ids on: reward model's score -> group advantage -> work -> A w, at a temperature that is not 1."""
+    trainer = out.toy_trainer(out.DatcCredit, flags(toy_checkpoints), output_dir=str(tmp_path), temperature=0.7, **SMALL)
+    credit, inputs = trainer.credit, [trainer.train_dataset[i // 4] for i in range(16)]
+    batch = trainer._generate_and_score_completions(inputs)
+    mask, group_ids = batch["completion_mask"].float(), torch.arange(16) // 4
+    rollout = types.SimpleNamespace(completion_ids=batch["completion_ids"], completion_mask=mask, group_ids=group_ids)
+    rewards, gradients, scored = datc.judge(credit.reward_model, credit.reward_tokenizer, trainer.processing_class, rollout,
+                                            inputs[::4], credit.args, credit.end_ids, True)
+    A = common.group_advantages(rewards, group_ids)                                         # (16,)
+    with torch.no_grad():
+        old = common.token_logps(trainer.model, *(batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids")), mask,
+                                 temperature=0.7, want=("hidden",))
+    ours = trainer.old_scores(batch)
+    assert ((ours.logps - old.logps) * mask).abs().max() < 1e-5
+    assert ((ours.hidden - old.hidden) * mask[..., None]).abs().max() < 1e-5
+    W = datc.work_from_hidden(old.hidden, trainer.model.get_output_embeddings(), gradients, credit.embeddings, batch["completion_ids"],
+                              mask, temperature=0.7, chunk_size=256, decodable=None, top_k=credit.args.top_k)
+    w = datc.credit_weights(W, A, mask, credit.args.lam, credit.args.gate, scored=scored)
+    assert (batch["advantages"] - A[:, None] * w).abs().max() < 1e-4 and w[mask.bool()].std() > 0.1 and A.any()
 
 
 def test_ten_steps_in_one_process(trainer):
@@ -152,7 +188,10 @@ def test_weights_do_not_depend_on_the_number_of_processes(tmp_path):
     assert (local - expected[:4]).abs().max() > 1e-3  # without the reduction it would differ
 
 
-def test_ten_steps_on_two_processes(tmp_path, toy_checkpoints):
-    printed = launch(tmp_path, ROOT / "notebooks" / "trl_token_credit.py", "--steps", 10, "--batch", 8, "--checkpoints", toy_checkpoints,
-                     "--warmup-steps", WARMUP)
+@pytest.mark.parametrize("credit", ["delta", "datc"])
+def test_ten_steps_on_two_processes(tmp_path, toy_checkpoints, credit):
+    # Two processes must not make the same reward model at once, so it is made here.
+    datc.load_reward_model(common.parse_args(datc.Args, datc.TOY, flags(toy_checkpoints)))
+    printed = launch(tmp_path, ROOT / "notebooks" / "trl_token_credit.py", "--credit", credit, "--steps", 10, "--batch", 8,
+                     *flags(toy_checkpoints))
     assert "process 0 of 2: 10 steps" in printed and "process 1 of 2: 10 steps" in printed
