@@ -31,13 +31,30 @@ def trainer(toy_checkpoints, tmp_path_factory):
     return out.toy_trainer(out.delta_credit, flags(toy_checkpoints), output_dir=str(tmp_path_factory.mktemp("trl")), **SMALL)
 
 
+def draw(trainer, cls):
+    """A rollout batch (16 rows, four of each problem) as `cls` makes it, from the same noise each time."""
+    torch.manual_seed(1)
+    return cls._generate_and_score_completions(trainer, [trainer.train_dataset[i // 4] for i in range(16)])
+
+
 @pytest.fixture(scope="module")
 def rollout(trainer):
     """One rollout batch as plain TRL makes it: advantages (N,)."""
-    inputs = [trainer.train_dataset[i // 4] for i in range(16)]
-    batch = out.GRPOTrainer._generate_and_score_completions(trainer, inputs)
+    batch = draw(trainer, out.GRPOTrainer)
     assert batch["advantages"].dim() == 1 and batch["advantages"].any()
-    return {**batch, "inputs": inputs}
+    return batch
+
+
+def with_credit(trainer, monkeypatch, credit):
+    """The same batch as the subclass hands it to the loss: advantages (N,T)."""
+    monkeypatch.setattr(trainer, "credit", credit)
+    return draw(trainer, out.TokenCreditTrainer)
+
+
+def our_scores(trainer, rollout):
+    """This project's own logps (N,T) and hidden (N,T,H) of the rollout, with gradient."""
+    rows = [rollout[key] for key in ("prompt_ids", "prompt_mask", "completion_ids")]
+    return common.token_logps(trainer.model, *rows, rollout["completion_mask"].float(), want=("hidden",))
 
 
 def loss_and_gradient(trainer, batch):
@@ -48,33 +65,45 @@ def loss_and_gradient(trainer, batch):
     return loss.detach(), {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
 
 
-def test_neutral_weights_change_nothing(trainer, rollout):
-    A, mask = rollout["advantages"], rollout["completion_mask"].float()
-    old = trainer.old_scores(rollout)
+def neutral_delta(trainer, batch, old, A, mask):
+    return delta.credit_weights(delta.token_proxies(old.hidden, old.logps), A, mask, low=1.0, high=1.0)
+
+
+@pytest.mark.parametrize("credit", [out.no_credit, neutral_delta])
+def test_neutral_weights_change_nothing(trainer, rollout, monkeypatch, credit):
+    batch = with_credit(trainer, monkeypatch, credit)
+    assert torch.equal(batch["completion_ids"], rollout["completion_ids"])
+    assert batch["advantages"].shape == batch["completion_mask"].shape
     plain, plain_gradient = loss_and_gradient(trainer, rollout)
-    for w in (out.no_credit(trainer, rollout, old, A, mask),
-              delta.credit_weights(delta.token_proxies(old.hidden, old.logps), A, mask, low=1.0, high=1.0)):
-        loss, gradient = loss_and_gradient(trainer, {**rollout, "advantages": A[:, None] * w})
-        assert torch.equal(loss, plain)
-        assert all(torch.equal(gradient[name], plain_gradient[name]) for name in gradient)
+    loss, gradient = loss_and_gradient(trainer, batch)
+    assert torch.equal(loss, plain)
+    assert all(torch.equal(gradient[name], plain_gradient[name]) for name in gradient)
     assert any(g.abs().max() > 0 for g in plain_gradient.values())
 
 
-def test_delta_equals_this_projects_loss(trainer, rollout):
+def test_delta_equals_this_projects_loss(trainer, rollout, monkeypatch):
     A, mask = rollout["advantages"], rollout["completion_mask"].float()
-    w = out.delta_credit(trainer, rollout, trainer.old_scores(rollout), A, mask)
-    got, got_gradient = loss_and_gradient(trainer, {**rollout, "advantages": A[:, None] * w})
+    batch = with_credit(trainer, monkeypatch, out.delta_credit)
+    got, got_gradient = loss_and_gradient(trainer, batch)
 
     trainer.model.zero_grad()
-    rows = [rollout[key] for key in ("prompt_ids", "prompt_mask", "completion_ids")]
-    scores = common.token_logps(trainer.model, *rows, mask, want=("hidden",))
-    ours = delta.credit_weights(delta.token_proxies(scores.hidden, scores.logps.detach()), A, mask)
-    loss, _ = common.clipped_kl_loss(scores.logps, scores.logps, None, A[:, None] * ours, mask, clip_high=0.28)
+    scores = our_scores(trainer, rollout)
+    w = delta.credit_weights(delta.token_proxies(scores.hidden, scores.logps.detach()), A, mask)
+    loss, _ = common.clipped_kl_loss(scores.logps, scores.logps, None, A[:, None] * w, mask, clip_high=0.28)
     loss.backward()
-    assert (w - ours).abs().max() < 1e-5 and w.std() > 0.01
+    assert (batch["advantages"] - A[:, None] * w).abs().max() < 1e-5 and w[mask.bool()].std() > 0.01
     assert abs(got - loss) < 1e-5
     for name, p in trainer.model.named_parameters():
         assert (p.grad - got_gradient[name]).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("rows_at_once", [5, 16])
+def test_old_scores_do_not_depend_on_the_rows_at_once(trainer, rollout, monkeypatch, rows_at_once):
+    monkeypatch.setattr(trainer.args, "per_device_train_batch_size", rows_at_once)
+    old, expected, mask = trainer.old_scores(rollout), our_scores(trainer, rollout), rollout["completion_mask"].bool()
+    assert (old.logps - expected.logps)[mask].abs().max() < 1e-5
+    assert (old.hidden - expected.hidden)[mask].abs().max() < 1e-4
+    assert not old.hidden.requires_grad
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])
@@ -109,15 +138,24 @@ def test_the_two_losses_are_equal(trainer, monkeypatch, loss_type, aggregate, be
     assert (gradient - expected).abs().max() < 1e-6
 
 
-def test_gctca_equals_this_projects_weights(trainer, rollout):
+def test_gctca_equals_this_projects_weights(trainer, rollout, monkeypatch):
+    """w is made of ranks of k, and near-equal k may swap ranks between two passes that round differently. So: the same values of w
+    in each response, and in the order of k, up to rounding."""
     A, mask, tokenizer = rollout["advantages"], rollout["completion_mask"].float(), trainer.processing_class
-    w = out.gctca_credit(trainer, rollout, trainer.old_scores(rollout), A, mask)
-    negative = common.pad_left([common.chat_ids(tokenizer, row["question"], common.WRONG_ANSWER) for row in rollout["inputs"]],
-                               tokenizer.pad_token_id)
+    batch = with_credit(trainer, monkeypatch, out.gctca_credit)
+    questions = [trainer.train_dataset[i // 4]["question"] for i in range(16)]
+    negative = common.pad_left([common.chat_ids(tokenizer, q, common.WRONG_ANSWER) for q in questions], tokenizer.pad_token_id)
     with torch.no_grad():
-        k = gctca.guidance_divergence(*(common.token_logps(trainer.model, *prompt, rollout["completion_ids"], mask).logps for prompt in (
-            (rollout["prompt_ids"], rollout["prompt_mask"]), negative)))                    # (N,T)
-    assert (w - gctca.credit_weights(k, mask)).abs().max() < 1e-5 and w.std() > 0.1
+        k = gctca.guidance_divergence(our_scores(trainer, rollout).logps,
+                                      common.token_logps(trainer.model, *negative, rollout["completion_ids"], mask).logps)  # (N,T)
+    ours, compared = gctca.credit_weights(k, mask), 0
+    for i in A.nonzero().flatten():
+        valid = mask[i].bool()
+        w, expected, k_i = (batch["advantages"][i] / A[i])[valid], ours[i][valid], k[i][valid]
+        assert (w.sort().values - expected.sort().values).abs().max() < 1e-5 and w.std() > 0.1
+        assert k_i[w.argsort()].diff().min() > -1e-4
+        compared += 1
+    assert compared >= 4
 
 
 def test_datc_equals_this_projects_token_advantages(toy_checkpoints, tmp_path):
@@ -148,50 +186,63 @@ def test_ten_steps_in_one_process(trainer):
     assert all(row["grad_norm"] > 0 for row in trainer.state.log_history if row.get("frac_reward_zero_std", 1) < 1)
 
 
+def test_without_trl_the_error_says_what_to_install(tmp_path):
+    (tmp_path / "trl.py").write_text("raise ImportError('none here')")  # found before the installed one
+    done = subprocess.run([sys.executable, str(ROOT / "notebooks" / "trl_token_credit.py")], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1 and "pip install trl datasets" in done.stderr.splitlines()[-1]
+
+
 TWO = """
-import sys, torch
+import runpy, sys, torch
+folder, x, checkpoint_flags = sys.argv[2], torch.load(sys.argv[2] + "/x.pt", weights_only=True), sys.argv[3:]
 sys.path.insert(0, sys.argv[1])
 import trl_token_credit as out
-from accelerate import Accelerator
-a, x = Accelerator(cpu=True), torch.load(sys.argv[2], weights_only=True)
+trainer = out.toy_trainer(out.DatcCredit, checkpoint_flags, per_device_train_batch_size=8, disable_tqdm=True)
+a = trainer.accelerator
 assert a.num_processes == 2
+
 half = slice(a.process_index * 4, a.process_index * 4 + 4)
 T = (7, 9)[a.process_index]                       # processes pad to their own longest response
-trainer = type("Trainer", (), {"accelerator": a})()
 old = out.common.Scores(x["logps"][half, :T], None, x["hidden"][half, :T])
 w = out.delta_credit(trainer, None, old, x["A"][half], x["mask"][half, :T])
-torch.save(w, f"{sys.argv[3]}/{a.process_index}.pt")
+torch.save(w, f"{folder}/{a.process_index}.pt")
+
+trainer.train()                                   # ten steps of DATC, then ten of DelTA as a user starts them
+assert trainer.state.global_step == 10
+sys.argv = [out.__file__, "--credit", "delta", "--steps", "10", "--batch", "8", *checkpoint_flags]
+runpy.run_path(out.__file__, run_name="__main__")
 """
 
 
-def launch(folder, *command):
-    """Run a script on two CPU processes (gloo) and return what it printed."""
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *map(str, command)],
-                          cwd=folder, capture_output=True, text=True, timeout=280,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"})
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
-
-
-def test_weights_do_not_depend_on_the_number_of_processes(tmp_path):
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory, toy_checkpoints):
+    """TWO, run once on two CPU processes (gloo): a rollout batch x, the folder with both halves' weights, and what was printed."""
+    folder = tmp_path_factory.mktemp("two")
     torch.manual_seed(0)
     mask = (torch.arange(9) < torch.tensor([7, 4, 2, 6, 9, 5, 1, 8])[:, None]).float()       # (8,9)
     x = {"logps": -2 * torch.rand(8, 9) * mask, "hidden": torch.randn(8, 9, 6) * mask[..., None], "A": torch.randn(8), "mask": mask}
-    torch.save(x, tmp_path / "x.pt")
-    (tmp_path / "two.py").write_text(TWO)
-    launch(tmp_path, tmp_path / "two.py", ROOT / "notebooks", tmp_path / "x.pt", tmp_path)
-    expected = delta.credit_weights(delta.token_proxies(x["hidden"], x["logps"]), x["A"], mask)  # (8,9) one process
+    torch.save(x, folder / "x.pt")
+    (folder / "two.py").write_text(TWO)
+    # Two processes must not make the same reward model at once, so it is made here.
+    datc.load_reward_model(common.parse_args(datc.Args, datc.TOY, flags(toy_checkpoints)))
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "two.py",
+                           str(ROOT / "notebooks"), str(folder), *flags(toy_checkpoints)], cwd=folder, capture_output=True, text=True,
+                          timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return x, folder, done.stdout
+
+
+def test_weights_do_not_depend_on_the_number_of_processes(two_processes):
+    x, folder, _ = two_processes
+    expected = delta.credit_weights(delta.token_proxies(x["hidden"], x["logps"]), x["A"], x["mask"])  # (8,9) one process
     for process, T in ((0, 7), (1, 9)):
-        w = torch.load(tmp_path / f"{process}.pt", weights_only=True)                       # (4,T)
+        w = torch.load(folder / f"{process}.pt", weights_only=True)                         # (4,T)
         assert (w - expected[4 * process:4 * process + 4, :T]).abs().max() < 1e-6
-    local = delta.credit_weights(delta.token_proxies(x["hidden"][:4], x["logps"][:4]), x["A"][:4], mask[:4])
+    local = delta.credit_weights(delta.token_proxies(x["hidden"][:4], x["logps"][:4]), x["A"][:4], x["mask"][:4])
     assert (local - expected[:4]).abs().max() > 1e-3  # without the reduction it would differ
 
 
-@pytest.mark.parametrize("credit", ["delta", "datc"])
-def test_ten_steps_on_two_processes(tmp_path, toy_checkpoints, credit):
-    # Two processes must not make the same reward model at once, so it is made here.
-    datc.load_reward_model(common.parse_args(datc.Args, datc.TOY, flags(toy_checkpoints)))
-    printed = launch(tmp_path, ROOT / "notebooks" / "trl_token_credit.py", "--credit", credit, "--steps", 10, "--batch", 8,
-                     *flags(toy_checkpoints))
+def test_ten_steps_on_two_processes(two_processes):
+    printed = two_processes[2]
     assert "process 0 of 2: 10 steps" in printed and "process 1 of 2: 10 steps" in printed
