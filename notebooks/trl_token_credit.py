@@ -8,8 +8,9 @@ only afterwards. Its loss takes advantages of shape (N,) or (N,T). So token cred
 while the batch is still whole, A (N,) -> A w (N,T). In the loss it would be too late: a method's statistics (DelTA's
 centroids) must not depend on how a batch is cut.
 
-(The method's name starts with an underscore, so TRL may rename it. Tested with TRL 1.16 on one and on two CPU processes. The scores
-come from TRL's own pass through its wrapped model, as FSDP and DeepSpeed need it; with these it has not been run.)
+(The method's name starts with an underscore, so TRL may rename it. Tested with TRL 1.16 on one and two CPU processes. Scores come
+from TRL's own pass through its wrapped model, as FSDP and DeepSpeed need it; with these it has not been run, and DATC also
+reads lm_head's weight, which they may have cut up.)
 
 What TRL's settings are called here: --inner-iterations is num_iterations, --clip-low/high are epsilon and epsilon_high, --dual-clip
 is delta, --aggregate sequence / token / constant is loss_type grpo / dapo (bnpo: per micro-batch) / dr_grpo.
@@ -125,7 +126,7 @@ class TokenCreditTrainer(GRPOTrainer):
 CREDITS = {"none": no_credit, "delta": delta_credit, "gctca": gctca_credit, "datc": DatcCredit}
 
 
-def toy_trainer(credit, flags=(), cls=TokenCreditTrainer, **settings):
+def toy_trainer(credit, flags=(), **settings):
     """A trainer on the toy: the story task as TRL wants it (a data set with the column "prompt", a reward function).
 
     credit: a function, or DatcCredit. flags: of datc.py, for example --checkpoints FOLDER. settings: of GRPOConfig."""
@@ -136,8 +137,8 @@ def toy_trainer(credit, flags=(), cls=TokenCreditTrainer, **settings):
     args = common.parse_args(datc.Args, datc.TOY, list(flags))
     args.device = str(config.device)                                                        # each process has its own GPU
     model, tokenizer = common.load_policy(args)
-    problems = common.encode_prompts(tokenizer, common.story_problems(256, 0), args)
-    rows = [{"prompt": tokenizer.decode(p["prompt_ids"]), "question": p["question"], "answer": p["answer"]} for p in problems]
+    rows = [{"prompt": tokenizer.decode(p["prompt_ids"]), "question": p["question"], "answer": p["answer"]}
+            for p in common.encode_prompts(tokenizer, common.story_problems(256, 0), args)]
 
     def reward(completions, answer, **others):
         return [common.reward_correct(text, {"answer": a}) for text, a in zip(completions, answer)]
@@ -145,8 +146,8 @@ def toy_trainer(credit, flags=(), cls=TokenCreditTrainer, **settings):
     if credit is DatcCredit:
         credit = DatcCredit(args, model, tokenizer)
         reward = credit.reward
-    return cls(model=model, args=config, reward_funcs=reward, processing_class=tokenizer,
-               train_dataset=datasets.Dataset.from_list(rows), **({} if cls is GRPOTrainer else {"credit": credit}))
+    return TokenCreditTrainer(credit=credit, model=model, args=config, reward_funcs=reward, processing_class=tokenizer,
+                              train_dataset=datasets.Dataset.from_list(rows))
 
 
 if __name__ == "__main__":
