@@ -910,12 +910,13 @@ def token_logps(model, prompt_ids, prompt_mask, completion_ids, completion_mask,
 class LogProb(torch.autograd.Function):
     """(c,V) logits, (c,) targets -> log softmax(logits / temperature) at the targets, entropy in nats or None; (c,) each.
 
-        x = z - max z,   s = sum_v e^{x_v},   log p_y = x_y - log s,   H = log s - sum_v e^{x_v} x_v / s
-        d log p_y / d z_v = [v = y] - e^{x_v} / s
+        z = logits / temperature,   x = z - max z,   s = sum_v e^{x_v}
+        log p_y = x_y - log s,   H = log s - sum_v e^{x_v} x_v / s,   d log p_y / d z_v = [v = y] - e^{x_v} / s
 
-    What log_softmax and gather compute, in one (c,V) buffer: with a large vocabulary, fresh memory is most of the time. So float32
-    `logits` are overwritten, and a graph serves one backward pass (autograd raises an error where either would matter).
-    The softmax is float32 (or float64) whatever the weights are. No gradient flows through the entropy.
+    What log_softmax and gather compute, in one (c,V) buffer: with a large vocabulary, fresh memory is most of the time.
+    Therefore float32 `logits` are overwritten (do not read them again), and a graph serves one backward pass (a second
+    one raises RuntimeError). The softmax is float32, or float64, whatever the weights are. No gradient flows through the
+    entropy. Source: ours (a common technique).
     """
 
     @staticmethod
@@ -935,9 +936,9 @@ class LogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, _):
         e, s, targets = ctx.saved_tensors
-        g = g / ctx.temperature                                            # (c,)
-        gradient = e.mul_((-g / s)[:, None])                               # (c,V)
-        return gradient.scatter_add_(1, targets[:, None], g[:, None]), None, None, None
+        g = g / ctx.temperature                                            # (c,) dz = d logits / temperature
+        gradient = e.mul_((-g / s)[:, None])                               # (c,V) -g e^x / s
+        return gradient.scatter_add_(1, targets[:, None], g[:, None]), None, None, None  # + g at v = y
 
 
 def chunked_logps(hidden, lm_head, targets, temperature, chunk_size, want_entropy=False):

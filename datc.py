@@ -119,9 +119,8 @@ def work(logits, gradients, embeddings, actions, *, decodable=None, top_k=128):
         in_s = torch.zeros_like(p, dtype=torch.bool).scatter(-1, likely, True) & decodable       # (N,T,V)
         p_y, po = p_y.where(decodable[actions], 0.0), po.where(in_s, 0.0)
     p_s = (p_y + po.sum(-1)).clamp_min(torch.finfo(dtype).tiny)             # (N,T) P_S, 1 without a restriction
-    por = po * r                                                            # (N,T,V)
-    b = por.sum(-1) / p_s                                                   # (N,T) fbar - f_y, fbar = sum_S p f / P_S
-    s2, c = torch.linalg.vecdot(po, po), torch.linalg.vecdot(po, por)       # (N,T) sums of po^2 and of po^2 r
+    b = (po * r).sum(-1) / p_s                                              # (N,T) fbar - f_y, fbar = sum_S p f / P_S
+    s2, c = po.square().sum(-1), (po.square() * r).sum(-1)                  # (N,T) each
     return -(p_y * e - s2) * b - c                                          # (N,T) the equation above, regrouped
 
 
@@ -268,7 +267,7 @@ def load_reward_model(args):
         raise InputError(f"--reward-model {name}: needs a trained head with one label; 'train:{name}' trains one")
     rows, pad = model.get_input_embeddings().num_embeddings, model.config.get_text_config().pad_token_id
     if tokenizer.chat_template is None or pad is None or len(tokenizer) > rows:
-        raise InputError(f"--reward-model {name}: needs a chat template, a pad_token_id, embeddings for all tokens")
+        raise InputError(f"--reward-model {name}: needs a chat template, a pad_token_id and embeddings for all tokens")
     return freeze(model.eval().to(args.device)), tokenizer
 
 
@@ -276,8 +275,8 @@ def train_reward_model(args, name):
     """Grow a reward model from the causal LM `name` on right and slipped story answers -> checkpoint folder.   [ours]
 
     Bradley-Terry: minimise -log sigmoid(R(right) - R(slipped)), at every position: a slip is easier to learn where it
-    stands. In every fourth pair one token is replaced at random instead: who has only seen wrong sums likes a right sum
-    about another story, and the policy finds out. The toy trains all weights, a real model its head: to try, not to trust.
+    stands. In every fourth pair one token is replaced at random instead: a model that has seen nothing but wrong sums
+    likes right sums about another story. The toy trains all weights, a real model its head: to try, not to trust.
     """
     import transformers
     folder = Path(args.checkpoints, f"rm-{Path(name).name}-{args.story_steps}-{args.warmup_steps}-{args.reward_steps}")
