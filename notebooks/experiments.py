@@ -7,6 +7,7 @@
     python notebooks/experiments.py noise            group size, length of the story, flipped rewards: one at a time
     python notebooks/experiments.py smollm2          all autoregressive scripts on SmolLM2-135M-Instruct, a few steps
     python notebooks/experiments.py cost             the benchmarks, their output kept as text
+    python notebooks/experiments.py plan             the memory plan for one GPU (tests/gpu_check.py --plan)
     python notebooks/experiments.py tables           the README's tables and the pictures, from notebooks/results/
     python notebooks/experiments.py all              all of it; prints its plan first
 
@@ -86,7 +87,7 @@ SEEDS = {"localisation": range(5), "toy": range(3), "learning": range(5), "diffu
 
 # Minutes of a full part on two cores: guesses, until results/PART.json holds a measured time.
 MINUTES = {"localisation": 5, "toy": 8, "learning": 75, "diffusion": 60, "noise": 60, "smollm2": 15, "cost": 10,
-           "tables": 1}
+           "plan": 1, "tables": 1}
 
 
 def read_rows(path):
@@ -315,6 +316,15 @@ def cost(options):
         print(done.stdout)
 
 
+def plan(options):
+    """The memory plan for the usual set-ups, computed and not measured -> results/plan.md. It has no smaller version."""
+    if options.quick:
+        return
+    command = [sys.executable, str(ROOT / "tests" / "gpu_check.py"), "--plan"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    (options.results / "plan.md").write_text(done.stdout)
+
+
 # ---- statistics and tables -----------------------------------------------------------------------------------------
 
 # Student's t, 97.5 %, by n - 1
@@ -490,12 +500,15 @@ TABLES = {  # name between the README's markers -> text, made from the files in 
     "learning": lambda results: learning_table(LEARNING, "learning", results),
     "diffusion": lambda results: learning_table(DIFFUSION, "diffusion", results),
     "noise": noise_table,
-    "cost": cost_text}
+    "cost": cost_text,
+    "plan": lambda results: (results / "plan.md").read_text() + "\nPlanned, not measured. The CUDA context (0.3 to 0.6 GiB) "
+    "and fragmentation come on top. Reproduce: `python notebooks/experiments.py plan`."}
 
 
 def measured(results):
     """The tables for which there are results."""
-    return [name for name in TABLES if (results / f"{name}.csv").exists() or (name == "cost" and cost_text(results))]
+    return [name for name in TABLES if (results / f"{name}.csv").exists() or (results / f"{name}.md").exists() or
+            (name == "cost" and cost_text(results))]
 
 
 def render(text, results=RESULTS):
@@ -589,7 +602,7 @@ def localisation_picture(results=RESULTS):
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 PARTS = {"localisation": localisation, "toy": toy, "learning": learning, "diffusion": diffusion, "noise": noise,
-         "smollm2": smollm2, "cost": cost, "tables": tables}
+         "smollm2": smollm2, "cost": cost, "plan": plan, "tables": tables}
 RESUMING = ("learning", "diffusion", "noise")  # their wall time adds up over the calls that made them
 
 
