@@ -18,7 +18,7 @@ the sigmoid gate with lam = 4, both controls. Ours, because the paper's text cou
 base settings (GRPO's), the way between two tokenizers, the toy's reward model. Published: reward 13.35 against 10.87
 without DATC, +5.7 to 9.1 % GPU time; nothing here claims to reproduce that.
 
-Run it on a CPU (a toy that is trained and improved in minutes, no download; --lam 0 is its base, uniform credit):
+Run it on a CPU (a toy, no download; its reward model gets hacked, watch `accuracy`; --lam 0 is uniform credit):
 
     python datc.py
 
