@@ -118,7 +118,7 @@ def run(checkpoints, tmp_path, monkeypatch):
         name = f"run{next(count)}"
         args = common.parse_args(daca.Args, daca.TOY, [
             "--checkpoints", str(checkpoints), "--warmup-steps", "12", "--prompts-per-step", "3", "--group-size", "4", "--eval-problems", "2",
-            "--eval-samples", "1", "--data", str(checkpoints / "stories.jsonl"), "--steps", "1", "--max-new-tokens", "12", "--diffusion-steps", "4", "--micro-batch", "5",
+            "--eval-samples", "1", "--data", str(checkpoints / "stories.jsonl"), "--steps", "1", "--max-new-tokens", "12", "--diffusion-steps", "4", "--micro-batch", "5", "--mini-batches", "1",
             "--name", name, *map(str, flags)])
         daca.train(args)
         return tmp_path / "runs" / name

@@ -464,7 +464,8 @@ def train(checkpoints, tmp_path, monkeypatch):
 
     def run(*flags):
         small = ["--checkpoints", checkpoints, "--warmup-steps", WARMUP, "--data", checkpoints / "stories.jsonl", "--prompts-per-step", 3,
-                 "--group-size", 4, "--steps", 2, "--eval-problems", 2, "--eval-samples", 1, "--table-rollouts", 4, *flags]
+                 "--group-size", 4, "--steps", 2, "--eval-problems", 2, "--eval-samples", 1, "--table-rollouts", 4,
+                 "--mini-batches", 1, *flags]
         args = common.parse_args(dtca.Args, dtca.TOY, list(map(str, small)))
         dtca.train(args)
         return tmp_path / "runs" / args.name, args
