@@ -1577,10 +1577,9 @@ def evaluate(model, tokenizer, problems, args, file=None):
 
 def plot_curve(rows, path):
     """curve.png: rewards and held-out accuracy, and below them entropy and KL, over the steps."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(2, 1, figsize=(7, 6), sharex=True)
+    from matplotlib.figure import Figure  # without pyplot: a notebook's own pictures are left alone
+    figure = Figure(figsize=(7, 6))
+    axes = figure.subplots(2, 1, sharex=True)
     for axis, names in zip(axes, [("reward", "accuracy", "eval_mean", "eval_greedy"), ("entropy", "kl")]):
         for name in names:
             points = [(int(r["step"]), float(r[name])) for r in rows if r.get(name) not in (None, "")]
@@ -1590,7 +1589,6 @@ def plot_curve(rows, path):
         axis.grid(alpha=0.3)
     axes[1].set_xlabel("step")
     figure.savefig(path, dpi=110, bbox_inches="tight")
-    plt.close(figure)
 
 
 def plot_credit(path, tokens, weights, titles, label="credit weight w (1 = uniform)"):
@@ -1598,12 +1596,12 @@ def plot_credit(path, tokens, weights, titles, label="credit weight w (1 = unifo
 
     tokens, weights: lists of equally long lists; titles: one string per row. White is weight 1; red is more, blue less.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure  # without pyplot: a notebook's own pictures are left alone
     flat = [w for row in weights for w in row]
-    norm = TwoSlopeNorm(1.0, min(min(flat), 0.99), max(max(flat), 1.01))
+    colours, norm = colormaps["RdBu_r"], TwoSlopeNorm(1.0, min(min(flat), 0.99), max(max(flat), 1.01))
     lines, width = [], 78  # characters in a line
     for row, values, title in zip(tokens, weights, titles):
         lines, column = lines + [title, []], 0
@@ -1613,7 +1611,8 @@ def plot_credit(path, tokens, weights, titles, label="credit weight w (1 = unifo
                 lines, column = lines + [[]], 0
             lines[-1].append((column, shown, value))
             column += len(shown) + 1
-    figure, axis = plt.subplots(figsize=(11, 0.42 * len(lines) + 0.6))
+    figure = Figure(figsize=(11, 0.42 * len(lines) + 0.6))
+    axis = figure.subplots()
     for y, line in enumerate(lines):
         if isinstance(line, str):
             axis.text(0, -y, line, fontsize=10, weight="bold", va="center")
@@ -1621,12 +1620,11 @@ def plot_credit(path, tokens, weights, titles, label="credit weight w (1 = unifo
         for column, shown, value in line:
             axis.text(column, -y, shown, family="monospace", fontsize=10, va="center",
                       color="white" if abs(norm(value) - 0.5) > 0.35 else "black",
-                      bbox=dict(facecolor=plt.cm.RdBu_r(norm(value)), edgecolor="none", pad=2.5))
+                      bbox=dict(facecolor=colours(norm(value)), edgecolor="none", pad=2.5))
     axis.set(xlim=(0, width), ylim=(-len(lines) + 0.4, 0.6))
     axis.axis("off")
-    figure.colorbar(plt.cm.ScalarMappable(norm, "RdBu_r"), ax=axis, label=label, fraction=0.025, pad=0.01)
+    figure.colorbar(ScalarMappable(norm, colours), ax=axis, label=label, fraction=0.025, pad=0.01)
     figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)
 
 
 def picture(path, tokenizer, rollout, rewards, weights):
@@ -1646,14 +1644,12 @@ def plot_denoising(path, tokens, commit_step, C):
 
     tokens: T strings; commit_step (T,), C (S,T) from the sampler's trace. The ring marks the step that wrote the token.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axis = plt.subplots(figsize=(2 + 0.38 * len(tokens), 1.5 + 0.3 * len(C)))
+    from matplotlib.figure import Figure  # without pyplot: a notebook's own pictures are left alone
+    figure = Figure(figsize=(2 + 0.38 * len(tokens), 1.5 + 0.3 * len(C)))
+    axis = figure.subplots()
     image = axis.imshow(C.cpu(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
     axis.plot(range(len(tokens)), commit_step.tolist(), "o", markersize=9, markerfacecolor="none", color="red")
     axis.set_xticks(range(len(tokens)), [token.strip() or repr(token)[1:-1] for token in tokens], rotation=60, ha="right")
     axis.set(ylabel="denoising step", title="probability of the final token before each step (ring: written here)")
     figure.colorbar(image, ax=axis, fraction=0.025, pad=0.01)
     figure.savefig(path, dpi=130, bbox_inches="tight")
-    plt.close(figure)

@@ -355,15 +355,14 @@ def load_table(path, key):
 
 def report_classes(table, weights, folder):
     """The table on the screen, in classes.csv and as classes.png."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # without pyplot: a notebook's own pictures are left alone
     rows = [["class", "weight", *next(iter(table.values()))], *([k, weights[k], *r.values()] for k, r in table.items())]
     with open(folder / "classes.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
     for row in rows:
         print("  ".join(f"{f'{v:.3g}' if isinstance(v, float) else str(v):>12}" for v in row))
-    figure, axes = plt.subplots(1, 3, figsize=(13, 0.3 * len(table) + 1.5), sharey=True)
+    figure = Figure(figsize=(13, 0.3 * len(table) + 1.5))
+    axes = figure.subplots(1, 3, sharey=True)
     for axis, keys in zip(axes, (("contribution",), STAGES, ("confidence", "entropy"))):
         for key in keys:
             error = [row["se"] or 0.0 for row in table.values()] if key == "contribution" else None
@@ -374,7 +373,6 @@ def report_classes(table, weights, folder):
     for axis, title in zip(axes, ("confidence added to the rest", "share of the class written", "when it is written")):
         axis.set_title(title)
     figure.savefig(folder / "classes.png", dpi=110, bbox_inches="tight")
-    plt.close(figure)
 
 
 # ---- the states that are trained ---------------------------------------------------------------------------

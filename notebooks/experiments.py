@@ -234,11 +234,12 @@ def localisation(options):
     sizes = {"checkpoints": str(options.work / "checkpoints")}
     if options.quick:
         sizes.update(warmup_steps=100, reward_steps=20, table_rollouts=8)
-    rows = []
-    for name in options.only or measure.SETS:
+    names, path = options.only or measure.SETS, options.results / "localisation.csv"
+    rows = [r for r in (read_rows(path) if path.exists() else []) if r["set"] not in names]
+    for name in names:
         for seed in tqdm(seeds_of("localisation", options), desc=f"localisation, {name}"):
             rows += measure.localise(name, seed, sizes, prompts=16 if options.quick else 64)
-            write_rows(options.results / "localisation.csv", rows)
+            write_rows(path, sorted(rows, key=lambda r: measure.SETS.index(r["set"])))
     localisation_picture(options.results)
     measure.pictures(options.results, sizes)
 
