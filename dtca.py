@@ -22,7 +22,7 @@ Its claims, to be checked: without credit gradient norms are larger (grad_norm, 
 calibration the KL grows faster (kl, --no-calibration). Published, and not reproduced here: MATH500 39.8 / 43.2 / 44.0 at
 length 128 / 256 / 512 (base 30.8 / 36.4 / 39.2), GSM8K 80.6 / 85.3 / 85.4 (base 75.3 / 83.2 / 82.9).
 
-Run it on a CPU (a toy, no download; some minutes; whether it improves is not measured yet):
+Run it on a CPU (a toy, no download; some minutes; what came out: README, "learning on the toy"):
 
     python dtca.py                                              all of it
     python dtca.py --pos-low 1 --pos-high 1 --no-calibration    the base: a plain step-selected loss

@@ -650,7 +650,7 @@ def timed(part, options):
     started, path = time.time(), options.results / f"{part}.json"
     PARTS[part](options)
     minutes = (time.time() - started) / 60
-    if part == "tables":
+    if part == "tables" or (options.only and part not in RESUMING):  # --only: not the part's whole time
         return
     if part in RESUMING and path.exists():
         minutes += json.loads(path.read_text())["minutes"]
