@@ -1,6 +1,6 @@
 """The diffusion sampler's speed, the cost of its trace and of the prefix cache, and what DACA's and DTCA's credit costs.
 
-    python tests/bench_diffusion.py [--pairs 3] [--toy-only]
+    python tests/bench_diffusion.py [--pairs 3] [--toy-only]        (about 20 minutes on two cores; the toy alone one)
 
 On random weights (speed does not depend on what a model knows): the toy's sizes, and a LLaDA-type model of SmolLM2-135M's sizes. All calls of
 a comparison take turns in one process; printed are medians of the pairwise ratios. The plain loop is what one would write first: a

@@ -2,7 +2,7 @@
 
     python tests/bench_trl.py [--pairs 4] [--toy-only]        (needs: pip install trl datasets)
 
-The toy alone takes about a minute and a half; SmolLM2 makes it ten or more (a step of one side is half a minute to a minute).
+The toy alone takes about a minute and a half; SmolLM2 makes it six or more (a step of one side is a third to half a minute).
 
 Each side is a process of its own, so that its peak memory (ru_maxrss) is its own, and both are alive at once: this process lets them take
 one step in turn, ours first in even pairs and TRL's first in odd ones, so that a ratio compares neighbours in time. A step is everything
