@@ -230,7 +230,7 @@ def test_quick_localisation(work):
     assert auc("DATC") == auc("DATC, own reward")  # whoever calls a response bad, the order of its tokens is the same
     assert len({r["wrong"] for r in rows.values()}) == 1  # all rows see the same responses
     assert (work / "results" / "localisation.png").stat().st_size > 10_000
-    assert json.loads((work / "results" / "localisation.json").read_text())["minutes"] > 0
+    assert not (work / "results" / "localisation.json").exists()  # one set of three: not the part's wall time
     assert len(before) == 3 and times() == before  # a quick run leaves them alone
 
 
@@ -272,11 +272,14 @@ def test_quick_noise_runs_resumes_and_makes_tables(work, capsys):
     assert [(r["condition"], r["row"], r["seed"], r["steps"]) for r in rows] == [(condition, "grpo", "0", "2")]
     assert rows[0]["command"].startswith("notebooks/flipped.py grpo.py")
     other = {**rows[0], "condition": "as it is", "after_mean": "0.125"}
+    minutes = lambda: json.loads((work / "results" / "noise.json").read_text())["minutes"]
+    first = minutes()
     experiments.write_rows(work / "results" / "noise.csv", rows + [other])
     log = (work / "runs" / "experiments.log").read_text()
     call()
     assert experiments.read_rows(work / "results" / "noise.csv") == [other, rows[0]]  # in the order of CONDITIONS
     assert (work / "runs" / "experiments.log").read_text() == log                               # nothing ran again
+    assert 0 < first <= minutes() < 2 * first                   # a resuming part's wall time adds up; this call did nothing
     experiments.main(["tables", "--quick", "--work", str(work)])
     assert "| `grpo.py` | 0.125 | " in (work / "results" / "tables.md").read_text()
     assert "0.125" in capsys.readouterr().out
