@@ -69,9 +69,9 @@ DIFFUSION = {
 # 24 steps, not the preset's 40, to keep the part within an hour.
 DIFFUSION_FLAGS = "--steps 24 --eval-every 12 --eval-samples 4 --eval-budgets 24:24 24:6"
 
-# One factor at a time; a step has 512 responses in each. 30 steps, not 60, to keep the full run within four hours.
+# One factor at a time; a step has 512 responses in each. 20 steps, not 60, to keep the full run within four hours.
 NOISE_ROWS = ("grpo", "delta, neutral", "delta", "gctca, neutral", "gctca prompt", "datc, neutral", "datc")
-NOISE_STEPS = "--steps 30"
+NOISE_STEPS = "--steps 20"
 CONDITIONS = {
     "as it is": "",
     "groups of 4": "--group-size 4 --prompts-per-step 128",
@@ -132,11 +132,14 @@ def warm_starts(options, scripts, story_steps):
             datc.load_reward_model(args)
 
 
+def run_folder(options, label, seed):
+    return options.work / "runs" / f"{re.sub('[^a-z0-9]+', '-', label)}-seed{seed}"
+
+
 def run_script(options, label, script, flags, seed):
     """One training run in runs/: continues an interrupted one, starts over one that has no checkpoint yet."""
-    label = f"{re.sub('[^a-z0-9]+', '-', label)}-seed{seed}"
-    folder, log = options.work / "runs" / label, options.work / "runs" / "experiments.log"
-    arguments = [*script.split(), "--name", label, "--seed", str(seed), *flags.split()]
+    folder, log = run_folder(options, label, seed), options.work / "runs" / "experiments.log"
+    arguments = [*script.split(), "--name", folder.name, "--seed", str(seed), *flags.split()]
     if options.quick:
         arguments += [*QUICK.split(), *QUICK_OF.get(script.split()[-1], "").split()]
     if options.steps:
@@ -161,6 +164,7 @@ def run_all(options, path, jobs, order):
     jobs: [(key, label, script, flags, seed)], key: the columns that name the line, e.g. {"row": "delta", "seed": 1}.
     order: from a line's key to where it stands in the file. Lines of other keys stay.
     """
+    options.trained = sum(not (run_folder(options, label, seed) / "done").exists() for _, label, _, _, seed in jobs)
     name = lambda r: tuple(str(r[column]) for column in jobs[0][0])
     mine = {name(job[0]) for job in jobs}
     kept = [r for r in (read_rows(path) if path.exists() else []) if name(r) not in mine]
@@ -374,13 +378,14 @@ def reached(curve, level=0.8):
     return None
 
 
-def wall_time(part, results):
-    """One sentence about the measured wall time of a part, or nothing."""
+def wall_time(part, results, runs=None):
+    """One sentence about the measured wall time of a part of `runs` training runs, or nothing."""
     path = results / f"{part}.json"
     if not path.exists():
         return ""
     wall = json.loads(path.read_text())
-    return f" Wall time {wall['minutes']:.0f} min on {wall['cores']} cores, {wall['jobs']} runs side by side."
+    some = f" for {wall['runs']} of them" if wall.get("runs", runs) != runs else ""  # others came from elsewhere
+    return f" Wall time{some} {wall['minutes']:.0f} min on {wall['cores']} cores, {wall['jobs']} runs side by side."
 
 
 def command(part, rows):
@@ -399,7 +404,7 @@ def setting(name, table):
 
 def runs_and_time(part, rows, results):
     minutes = sum(float(r["seconds"]) for r in rows) / 60
-    return (f"{len(rows)} runs, {minutes:.0f} minutes of one core together.{wall_time(part, results)} "
+    return (f"{len(rows)} runs, {minutes:.0f} minutes of one core together.{wall_time(part, results, len(rows))} "
             f"Reproduce: {command(part, rows)}.")
 
 
@@ -652,10 +657,13 @@ def timed(part, options):
     minutes = (time.time() - started) / 60
     if part == "tables" or (options.only and part not in RESUMING):  # --only: not the part's whole time
         return
-    if part in RESUMING and path.exists():
-        minutes += json.loads(path.read_text())["minutes"]
+    wall = {"minutes": minutes, "jobs": options.jobs, "cores": os.cpu_count()}
+    if part in RESUMING:
+        before = json.loads(path.read_text()) if path.exists() else {"minutes": 0, "runs": 0}
+        wall["minutes"] += before["minutes"]
+        wall["runs"] = before["runs"] + options.trained
     options.results.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"minutes": round(minutes, 2), "jobs": options.jobs, "cores": os.cpu_count()}) + "\n")
+    path.write_text(json.dumps(wall | {"minutes": round(wall["minutes"], 2)}) + "\n")
     print(f"{part}: {minutes:.1f} min")
 
 

@@ -280,6 +280,7 @@ def test_quick_noise_runs_resumes_and_makes_tables(work, capsys):
     assert experiments.read_rows(work / "results" / "noise.csv") == [other, rows[0]]  # in the order of CONDITIONS
     assert (work / "runs" / "experiments.log").read_text() == log                               # nothing ran again
     assert 0 < first <= minutes() < 2 * first                   # a resuming part's wall time adds up; this call did nothing
+    assert json.loads((work / "results" / "noise.json").read_text())["runs"] == 1
     experiments.main(["tables", "--quick", "--work", str(work)])
     assert "| `grpo.py` | 0.125 | " in (work / "results" / "tables.md").read_text()
     assert "0.125" in capsys.readouterr().out
