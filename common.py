@@ -57,11 +57,11 @@ class InputError(ValueError):
 #
 # A problem is a dict with two texts, as in GSM8K's files: {"question": ..., "answer": worked steps, then the number}.
 # A reward is a plain function  reward(text, problem) -> float | None.  None means "cannot be scored": the response
-# is then left out of its group's statistics and gets no gradient.
+# is then left out of its group's statistics and gets advantage 0 (its KL term, if any, stays).
 # ============================================================================================================
 
 _NUMBER = re.compile(
-    r"\\d?frac\{\s*(-?\d{1,50})\s*\}\{\s*(\d{1,50})\s*\}"                     # \frac{1}{2}
+    r"\\[dt]?frac\{\s*(-?\d{1,50})\s*\}\{\s*(\d{1,50})\s*\}"                     # \frac{1}{2}
     r"|((?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+)"                 # 1,234   18   18.0   .5
     r"(?:[eE]([+-]?\d+))?(?:/(\d+))?"                                         # 1e3     3/4
 )
@@ -92,7 +92,7 @@ def extract_number(text):
         text, pick = text[text.rfind("####") + 4:], 0
     else:
         pick = -1
-    text = text.replace("{,}", "").replace("\u2212", "-").replace("\\$", "$")
+    text = re.sub(r"\{,\}|\\[,!]", "", text).replace("\u2212", "-").replace("\\$", "$")
     matches = list(_NUMBER.finditer(text))
     if not matches:
         return None
@@ -127,7 +127,7 @@ def reward_correct(text, problem):
 def load_jsonl(path):
     """Problems of a JSONL file in GSM8K's format. Raises InputError with file and line number on the first bad line."""
     problems = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:  # -sig: some editors put a byte order mark first
         try:
             for number, line in enumerate(file, 1):
                 if not line.strip():
@@ -138,6 +138,10 @@ def load_jsonl(path):
                     raise InputError(f"{path}, line {number}: not valid JSON ({error})") from None
                 if not isinstance(problem, dict) or not all(isinstance(problem.get(k), str) for k in ("question", "answer")):
                     raise InputError(f'{path}, line {number}: needs the text fields "question" and "answer"')
+                try:
+                    problem["question"].encode()
+                except UnicodeEncodeError:  # half of a surrogate pair: valid JSON, but no text
+                    raise InputError(f"{path}, line {number}: the question is not valid Unicode") from None
                 problems.append(problem)
         except UnicodeDecodeError:
             raise InputError(f"{path}: not a UTF-8 text file") from None
@@ -156,23 +160,33 @@ def load_hub_data(name, split):
     try:
         rows = datasets.load_dataset(repo, configuration or None, split=split)
     except Exception as error:  # the library raises many kinds; each means that the data set cannot be had
-        raise InputError(f"--data {name}: no such file, and the hub gave none ({str(error).splitlines()[0]})") from None
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise InputError(f"{name}: no such file, and the hub gave none ({why})") from None
     if not {"question", "answer"} <= set(rows.column_names):
-        raise InputError(f'--data {name}: needs the columns "question" and "answer", has {rows.column_names}')
+        raise InputError(f'{name}: needs the columns "question" and "answer", has {rows.column_names}')
     return [{"question": str(row["question"]), "answer": str(row["answer"])} for row in rows]
 
 
 def load_problems(args):
     """(training problems, held-out problems) as args ask for, read before any model is loaded."""
     if args.data is None:
+        if args.eval_data is not None:
+            raise InputError("--eval-data needs --data: the built-in story brings its own held-out problems")
         return (story_problems(4096, args.seed, "train", args.story_steps),
                 story_problems(args.eval_problems, 0, "test", args.story_steps))
-    read = lambda name, split: load_jsonl(name) if os.path.isfile(name) else load_hub_data(name, split)
-    if args.data.endswith((".jsonl", ".json")) and not os.path.isfile(args.data):
-        raise InputError(f"--data {args.data}: no such file")
-    problems = read(args.data, "train")
-    if args.eval_data:
-        return problems, read(args.eval_data, "test")[:args.eval_problems]
+
+    def read(flag, name, split):
+        if not os.path.isfile(name) and (name.endswith((".jsonl", ".json")) or "/" not in name):  # hub: owner/name
+            raise InputError(f"{flag} {name}: no such file")
+        problems = load_jsonl(name) if os.path.isfile(name) else load_hub_data(name, split)
+        without = sum(extract_number(p["answer"]) is None for p in problems)
+        if without:
+            print(f"warning: {flag} {name}: {without} of {len(problems)} answers hold no number; their responses cannot be scored")
+        return problems
+
+    problems = read("--data", args.data, "train")
+    if args.eval_data is not None:
+        return problems, read("--eval-data", args.eval_data, "test")[:args.eval_problems]
     if len(problems) <= args.eval_problems:
         raise InputError(f"--data {args.data}: {len(problems)} problems leave none to train on after --eval-problems "
                          f"{args.eval_problems} are held out; lower it or give --eval-data")
@@ -322,15 +336,21 @@ def load_policy(args, name=None):
     if name == "toy":
         name = str(toy_folder(args))
         if not os.path.isdir(name):
+            Path(args.checkpoints).mkdir(parents=True, exist_ok=True)  # fails before the training, not after it
             toy_policy(name, args.warmup_steps, args.story_steps)
     gguf = sorted(f for f in os.listdir(name) if f.endswith(".gguf")) if os.path.isdir(name) else []
     options = {"gguf_file": gguf[0]} if gguf and not os.path.exists(os.path.join(name, "config.json")) else {}
     options["trust_remote_code"] = args.trust_remote_code
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, args.dtype), **options)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InputError(f"--model {name}: {' '.join(str(error).split())[:300]}") from None
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=getattr(torch, args.dtype), output_loading_info=True, **options)
+    except Exception as error:  # a damaged file raises whatever its reader raises; each means that the model cannot be had
+        raise InputError(f"--model {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
+    if report["missing_keys"]:  # they would be random, without any error
+        raise InputError(f"--model {name}: no causal language model; its weights lack {', '.join(sorted(report['missing_keys'])[:3])}")
+    if getattr(model.config, "mask_token_id", None) is not None:
+        raise InputError(f"--model {name}: a masked diffusion model; daca.py and dtca.py train those")
     if "gguf_file" in options:  # the weights are plain floats now; without this save_pretrained would refuse
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
@@ -343,6 +363,7 @@ def load_policy(args, name=None):
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         raise InputError(f"--model {name}: the tokenizer has {len(tokenizer)} tokens, the model only "
                          f"{model.get_input_embeddings().num_embeddings} embeddings; they do not belong together")
+    fit_context(model.config, args)
     model.generation_config = transformers.GenerationConfig(eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id)
     check_head(model)
     return model.eval().to(args.device), tokenizer  # eval: dropout would make the ratio differ from 1 for no reason
@@ -366,6 +387,8 @@ def make_trainable(model, args):
     if args.gradient_checkpointing:
         checkpoint_layers(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise InputError(f"--model {args.model}: nothing in it can be trained; of a LoRA run take merged/, not checkpoint/")
     return model, torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0, fused=trained[0].is_cuda or None)
 
 
@@ -552,11 +575,14 @@ def load_diffusion(name_or_path, dtype=torch.float32, mask_id=None, eos_ids=None
         elif kind == "a2d-qwen3" or (kind in ("qwen3", "llama") and (mask_id is not None or "mask_token_id" in config)):
             plain = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "auto_map")}
             kind = "Llama" if kind == "llama" else "Qwen3"
-            model = getattr(transformers, kind + "ForCausalLM").from_pretrained(
-                name, config=getattr(transformers, kind + "Config")(**plain), dtype=dtype)
+            model, report = getattr(transformers, kind + "ForCausalLM").from_pretrained(
+                name, config=getattr(transformers, kind + "Config")(**plain), dtype=dtype, output_loading_info=True)
         else:
-            model = transformers.AutoModelForMaskedLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+            model, report = transformers.AutoModelForMaskedLM.from_pretrained(
+                name, dtype=dtype, trust_remote_code=False, output_loading_info=True)
+        if kind != "llada" and report["missing_keys"]:  # they would be random, without any error (load_llada is strict)
+            raise KeyError(f"its weights lack {', '.join(sorted(report['missing_keys'])[:3])}")
+    except Exception as error:  # as in load_policy
         raise InputError(f"--model {name}: no masked diffusion checkpoint that this project can read "
                          f"({type(error).__name__}: {' '.join(str(error).split())[:200]})") from None
     sources = [config]
@@ -598,6 +624,7 @@ def load_diffusion_policy(args, name=None):
         tokenizer.chat_template = "{{ cls_token }}{{ messages[0]['content'] }}{{ sep_token }}"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(lm.eos_ids[0])
+    fit_context(lm.model.config, args)
     lm.model.to(args.device)
     return lm, tokenizer
 
@@ -635,6 +662,14 @@ def toy_diffusion(folder, warmup_steps, story_steps, seed=0):
     save_folder(folder, lambda path: (lm.model.save_pretrained(path), tokenizer.save_pretrained(path)))
 
 
+def fit_context(config, args):
+    """Lower args.max_prompt_length until prompt and response fit the model's positions; encode_prompts then drops by it."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 10 ** 9
+    if args.max_new_tokens >= limit:
+        raise InputError(f"--max-new-tokens {args.max_new_tokens}: the model has {limit} positions for prompt and response together")
+    args.max_prompt_length = min(args.max_prompt_length, limit - args.max_new_tokens)
+
+
 def chat_ids(tokenizer, question, instruction="", thinking=False):
     """Prompt ids (list) of one question through the checkpoint's chat template.
 
@@ -654,6 +689,10 @@ def encode_prompts(tokenizer, problems, args, instruction=None):
     if len(kept) < len(encoded):
         print(f"{len(encoded) - len(kept)} of {len(encoded)} prompts are longer than --max-prompt-length "
               f"{args.max_prompt_length} and were dropped")
+    ids = [i for p in kept for i in p["prompt_ids"]]
+    if tokenizer.unk_token_id is not None and ids.count(tokenizer.unk_token_id) > 0.2 * len(ids):
+        raise InputError(f"{ids.count(tokenizer.unk_token_id) / len(ids):.0%} of the prompts' tokens are unknown to the model's tokenizer; "
+                         "the toy knows its own stories only: give another --model with --data")
     if not kept:
         raise InputError(f"every prompt is longer than --max-prompt-length {args.max_prompt_length}; raise it")
     return kept
@@ -1065,8 +1104,8 @@ def draw_strata(mask, strata, seeds):
 
     mask (N,T): 1 on valid tokens. seeds (N,): a local generator per row. Source: ours (DACA's abstract names the idea).
 
-    >>> draw_strata(torch.ones(1, 6), 3, seeds=[0])[0].bincount().tolist()
-    [2, 2, 2]
+    >>> draw_strata(torch.tensor([[1.0] * 4 + [0.0] * 4]), 2, seeds=[0])[0, :4].bincount().tolist()  # four valid tokens
+    [2, 2]
     """
     rows = [torch.rand(mask.shape[1], generator=torch.Generator().manual_seed(int(s))) for s in seeds]  # (T,) each
     order = (torch.stack(rows).to(mask.device, non_blocking=True) + (mask == 0)).argsort(dim=1)  # (N,T) valid positions first
@@ -1092,8 +1131,8 @@ def stratified_logps(lm, prompt_ids, prompt_mask, completion_ids, *, seeds, stra
 def group_advantages(rewards, group_ids, scale="std", eps=1e-4):
     """A_i = (r_i - mean of its group) / (std of its group + eps); scale="none" leaves the division out.  [GRPO; Dr. GRPO]
 
-    rewards (N,), group_ids (N,) any integers -> (N,) float. std is the sample one (n - 1). A NaN reward ("cannot be
-    scored") counts as absent and gets 0. A group whose rewards are all equal (spread < 1e-6) or that has a single
+    rewards (N,), group_ids (N,) any integers -> (N,) float. std is the sample one (n - 1). A NaN or infinite reward
+    ("cannot be scored") counts as absent and gets 0. A group whose rewards are all equal (spread < 1e-6) or that has a single
     scored response gets exactly 0: rounding in the mean must not be blown up into a signal.
 
     >>> [round(a, 4) for a in group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 0])).tolist()]
@@ -1103,7 +1142,7 @@ def group_advantages(rewards, group_ids, scale="std", eps=1e-4):
         raise ValueError(f'scale must be "std" or "none", not {scale!r}')
     advantages = torch.zeros_like(rewards, dtype=rewards.dtype if rewards.is_floating_point() else torch.float32)
     for group in group_ids.unique():
-        rows = (group_ids == group) & ~torch.isnan(rewards)      # (N,) bool
+        rows = (group_ids == group) & rewards.isfinite()         # (N,) bool
         r = rewards[rows].to(advantages.dtype)                   # (n,)
         if len(r) < 2 or r.max() - r.min() < 1e-6:
             continue
@@ -1145,10 +1184,15 @@ def clipped_kl_loss(logps, old_logps, ref_logps, advantages, mask, *, clip_low=0
     a micro-batch of it. stats: detached sums over valid tokens (divide by stats["tokens"] after adding micro-batches up).
     An empty mask gives 0.0 with a live graph. Source: the papers named above.
 
-    >>> one, A, half = torch.ones(1, 1), torch.tensor([[-1.0]]), torch.tensor([[0.5]])
-    >>> round(clipped_kl_loss(half.log(), one * 0, None, A, one)[0].item(), 4)   # obj = max-ed at 1 - 0.2: -0.8
-    0.8
+    >>> ratio, A = torch.tensor([[2.0, 0.5, 0.5]]), torch.tensor([[1.0, 1.0, -1.0]])
+    >>> loss, stats = clipped_kl_loss(ratio.log(), torch.zeros(1, 3), None, A, torch.ones(1, 3))
+    >>> round(loss.item(), 4)                     # obj = min(2, 1.2), min(0.5, 0.8), min(-0.5, -0.8): their mean is 0.3
+    -0.3
     """
+    if not logps.shape == old_logps.shape == advantages.shape == mask.shape:  # broadcasting would credit the wrong tokens
+        raise ValueError(f"needs (N,T) four times, not {[tuple(x.shape) for x in (logps, old_logps, advantages, mask)]}")
+    if beta and ref_logps is None:
+        raise ValueError(f"beta {beta} needs ref_logps")
     valid = mask.bool()                                                     # (N,T)
     # Fill before any arithmetic: a NaN or inf on padding would survive a multiplication by 0, and reach the gradient.
     fill = lambda x: x.masked_fill(~valid, 0.0)
@@ -1209,7 +1253,7 @@ class RunArgs:
     eval_problems: int = field(default=64, metadata={"help": "held-out problems"})
     eval_samples: int = field(default=4, metadata={"help": "k, samples per held-out problem for mean accuracy and pass@k"})
     save_every: int = field(default=50, metadata={"help": "steps between checkpoints; 0: only at the end"})
-    sample_batch: int = field(default=64, metadata={"help": "rows generated at once (memory)"})
+    sample_batch: int = field(default=64, metadata={"help": "rows generated at once (memory; autoregressive models then draw other samples)"})
     micro_batch: int = field(default=8, metadata={"help": "rows in one forward and backward pass (memory; changes no result)"})
     chunk_size: int = field(default=256, metadata={"help": "positions whose logits exist at once (memory; changes no result)"})
     dtype: str = field(default="float32", metadata={"help": "dtype of the weights: bfloat16 for LoRA's frozen base; on a GPU "
@@ -1230,6 +1274,7 @@ class DiffusionArgs(RunArgs):
     diffusion_steps: int | None = field(default=None, metadata={"help": "denoising steps; default: half the length"})
     threshold: float | None = field(default=None, metadata={"help": "write all tokens of this confidence at once, as many "
                                                             "steps as it takes (Fast-dLLM: 0.9); default: off"})
+    temperature: float = field(default=1.0, metadata={"help": "of the sampler's draws; likelihoods are at 1 (ours)"})
     prefix_cache: bool = field(default=False, metadata={"help": "Fast-dLLM's cache in rollouts: approximate"})
     eval_budgets: list[str] = field(default_factory=list, metadata={"help": "LENGTH:STEPS ..., first and last"})
     mask_token_id: int | None = field(default=None, metadata={"help": "if the checkpoint does not name its mask token"})
@@ -1241,17 +1286,28 @@ INSTRUCTION = "Work step by step and end with #### followed by the final number.
 
 def parse_args(Args, toy, argv=None, doc=""):
     """Parse the command line into Args. For --model toy (or a checkpoint grown from it) the preset `toy` replaces
-    the defaults of real models; flags on the command line win over both."""
+    the defaults of real models; with --resume the run's own settings do. Flags on the command line win over all."""
     from transformers import HfArgumentParser
     preset = "the toy's preset: " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in toy.items())
     parser = HfArgumentParser(Args, description=doc.split("\n\n")[0], epilog=preset,
                               formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--model", default="toy")
-    model = first.parse_known_args(argv)[0].model
+    first.add_argument("--resume", action="store_true")
+    first.add_argument("--name")
+    known = first.parse_known_args(argv)[0]
+    model = known.model
     if is_toy(model):
         parser.set_defaults(**toy)
-    args, = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    stored = Path("runs", known.name or "", "args.json")
+    if known.resume and known.name and stored.is_file():  # go on with the run's own settings; Run refuses others
+        with contextlib.suppress(ValueError):             # a damaged file: Run says so
+            before = json.loads(stored.read_text())
+            parser.set_defaults(**{k: v for k, v in before.items() if k not in ("script", "resume", "name")})
+            model = before.get("model", model)
+    args, unknown = parser.parse_args_into_dataclasses(argv, look_for_args_file=False, return_remaining_strings=True)
+    if unknown:
+        raise InputError(f"unknown arguments: {' '.join(unknown)}; --help lists the known ones")
     if args.instruction is None:
         args.instruction = "" if is_toy(model) else INSTRUCTION
     if args.device == "auto":
@@ -1263,26 +1319,35 @@ def parse_args(Args, toy, argv=None, doc=""):
 def is_toy(model):
     """Whether `model` is the toy or a checkpoint folder grown from it (recognised by the tokenizer's special tokens)."""
     path = Path(model) / "tokenizer.json"
-    return model == "toy" or (path.is_file() and '"<assistant>"' in path.read_text(encoding="utf-8"))
+    return model == "toy" or (path.is_file() and '"<assistant>"' in path.read_text(encoding="utf-8", errors="replace"))
 
 
 def check_args(args):
     """Reject what cannot work, before anything is loaded. Each message says what to change."""
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):  # NaN would pass every comparison below
+            raise InputError(f"--{name.replace('_', '-')} must be a finite number, not {value}")
     positive = ("steps prompts_per_step max_new_tokens max_prompt_length eval_problems eval_samples sample_batch micro_batch "
                 "chunk_size inner_iterations mini_batches")
     for name in positive.split():
         if getattr(args, name, 1) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    for name in ("eval_every", "save_every", "seed"):
+        if not 0 <= getattr(args, name) < 2 ** 40:  # a step's generator is seeded with seed * 1,000,003 + step, in 63 bits
+            raise InputError(f"--{name.replace('_', '-')} must be between 0 and 2^40, not {getattr(args, name)}")
     if args.warmup_steps < 12:
         raise InputError(f"--warmup-steps must be at least 12, not {args.warmup_steps}: the toy would not even learn the format")
     if args.group_size < 2:
         raise InputError(f"--group-size must be at least 2, not {args.group_size}: one response alone has nothing to be compared with")
-    if not (args.temperature > 0 and math.isfinite(args.temperature)):
-        raise InputError(f"--temperature must be above 0, not {args.temperature}: at 0 all responses of a group are the same")
+    if args.temperature < 1e-3:  # logits / temperature must not overflow
+        raise InputError(f"--temperature must be at least 0.001, not {args.temperature}: at 0 all responses of a group are the same")
     if args.task != "story":
         raise InputError(f"--task {args.task}: unknown; there is 'story', and --data for your own problems")
     if not 1 <= args.story_steps <= 6:
         raise InputError(f"--story-steps must be 1 to 6, not {args.story_steps}")
+    if args.model == "toy" and args.data is None and args.max_new_tokens < 9 + 7 * args.story_steps:
+        raise InputError(f"--story-steps {args.story_steps}: a solution has {9 + 7 * args.story_steps} tokens and an end token; "
+                         f"raise --max-new-tokens {args.max_new_tokens}")
     if args.lora_rank < 0 or (args.lora_rank and importlib.util.find_spec("peft") is None):
         raise InputError("--lora-rank must not be negative" if args.lora_rank < 0 else "--lora-rank needs: pip install peft")
     if args.dtype not in ("float32", "bfloat16"):
@@ -1291,13 +1356,16 @@ def check_args(args):
         raise InputError(f"--device {args.device}: must be auto, cpu or cuda")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"--device {args.device}: no CUDA device is available; use --device cpu")
-    if getattr(args, "learning_rate", 1.0) <= 0:
-        raise InputError(f"--learning-rate must be above 0, not {args.learning_rate}")
+    for name in ("learning_rate", "max_grad_norm"):
+        if getattr(args, name, 1.0) <= 0:
+            raise InputError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name)}")
     if args.prompts_per_step * args.group_size < getattr(args, "mini_batches", 1):
         raise InputError(f"--mini-batches {args.mini_batches}: more than the {args.prompts_per_step * args.group_size} responses of a step")
     if args.model != "toy" and args.model.startswith((".", "/", "~")) and not os.path.isdir(args.model):
         raise InputError(f"--model {args.model}: no such folder")
     if isinstance(args, DiffusionArgs):
+        if args.threshold is not None and not 0 < args.threshold <= 1:
+            raise InputError(f"--threshold is a probability, above 0 and at most 1, not {args.threshold}")
         for at in (args, *(at_budget(args, budget) for budget in args.eval_budgets)):
             check_lengths(**sampler_lengths(at))
 
@@ -1321,9 +1389,11 @@ def main(train, Args, toy, doc):
     """The command line of a script: bad input ends with one line and exit code 2, Ctrl-C with 130 after a save."""
     try:
         train(parse_args(Args, toy, doc=doc))
-    except InputError as error:
+    except (InputError, OSError) as error:  # OSError: a file or folder that cannot be read or written
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # outside the training loop, or a second time
+        sys.exit(130)
 
 
 def draw_batch(problems, step, count, seed):
@@ -1343,7 +1413,7 @@ def draw_batch(problems, step, count, seed):
 def save_folder(folder, write):
     """write(temporary folder), then rename: an interrupted save leaves the previous folder whole."""
     folder = Path(folder)
-    fresh, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
+    fresh, old = folder.with_name(f"{folder.name}.tmp{os.getpid()}"), folder.with_name(folder.name + ".old")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     write(fresh)
@@ -1360,21 +1430,37 @@ class Run:
     def __init__(self, args, script):
         root = Path("runs")
         name = args.name or f"{script}-{Path(args.model).name}-seed{args.seed}"
+        if Path(name).is_absolute() or ".." in Path(name).parts or len(name) > 200:
+            raise InputError(f"--name {name[:50]}: must be the short name of a folder, which is made under runs/")
         if args.resume and not args.name:
             raise InputError("--resume needs --name, the run's folder under runs/")
-        if (root / name).exists() and not args.resume:
+        used = lambda name: any((root / name / file).exists() for file in ("metrics.csv", "checkpoint", "checkpoint.old"))
+        if used(name) and not args.resume:
             if args.name:
-                raise InputError(f"runs/{name} exists: add --resume to continue it, or choose another --name")
-            name = next(f"{name}-{i}" for i in range(2, 10_000) if not (root / f"{name}-{i}").exists())
+                raise InputError(f"runs/{name} exists: add --resume to continue it, delete it, or choose another --name")
+            name = next(f"{name}-{i}" for i in range(2, 10_000) if not used(f"{name}-{i}"))
+        self.settings = {"script": script, **dataclasses.asdict(args)}
         self.args, self.folder, self.step, self.failures, self.stop, self.rows = args, root / name, 0, 0, False, []
         self.started = time.time()
         self.checkpoint = self.folder / "checkpoint"
         if args.resume:
-            self._find_checkpoint()
+            with self._damaged():
+                self._find_checkpoint()
         else:
-            self.folder.mkdir(parents=True)
-            (self.folder / "args.json").write_text(json.dumps(dataclasses.asdict(args), indent=1))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "args.json").write_text(json.dumps(self.settings, indent=1))
         print(f"run folder: {self.folder}")
+
+    @contextlib.contextmanager
+    def _damaged(self):
+        """A file of the run that is missing or half written: one line instead of its reader's traceback."""
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:  # json, csv, torch and safetensors each raise their own
+            raise InputError(f"{self.folder} is damaged ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
+                             "start again under another --name") from None
 
     def _find_checkpoint(self):
         old = self.checkpoint.with_name("checkpoint.old")
@@ -1382,8 +1468,10 @@ class Run:
             old.rename(self.checkpoint)
         if not (self.checkpoint / "state.json").is_file():
             raise InputError(f"{self.folder} holds no checkpoint to resume from")
-        before, now = json.loads((self.folder / "args.json").read_text()), dataclasses.asdict(self.args)
-        free = {"steps", "resume", "name", "device", "save_every"}
+        before, now = json.loads((self.folder / "args.json").read_text()), self.settings
+        free = {"steps", "resume", "name", "device", "save_every", "micro_batch", "chunk_size"}
+        if before["script"] != now["script"]:
+            raise InputError(f"--resume: {self.folder} is a run of {before['script']}.py")
         changed = [k for k in now if k not in free and before.get(k) != now[k]]
         if changed:
             raise InputError(f"--resume with other arguments than the run was started with: {', '.join(changed)}")
@@ -1395,12 +1483,14 @@ class Run:
 
     def restore(self, model, optimizer):
         """Load the optimiser's state when resuming, and LoRA's adapter (weights come through load_policy(args, run.model))."""
-        if self.step and self.args.lora_rank:
-            from peft import set_peft_model_state_dict
-            from safetensors.torch import load_file
-            set_peft_model_state_dict(model, load_file(self.checkpoint / "adapter_model.safetensors"))
-        if self.step:
-            optimizer.load_state_dict(torch.load(self.checkpoint / "optimizer.pt", weights_only=True, map_location=self.args.device))
+        with self._damaged():
+            if self.step and self.args.lora_rank:
+                from peft import set_peft_model_state_dict
+                from safetensors.torch import load_file
+                set_peft_model_state_dict(model, load_file(self.checkpoint / "adapter_model.safetensors"))
+            if self.step:
+                state = torch.load(self.checkpoint / "optimizer.pt", weights_only=True, map_location=self.args.device)
+                optimizer.load_state_dict(state)
 
     @property
     def model(self):
@@ -1431,9 +1521,9 @@ class Run:
             if self.stop:
                 raise KeyboardInterrupt
             self.stop = True
-            tqdm.write("Ctrl-C: finishing this step, then saving (press again to stop at once)")
+            tqdm.write("stopping: finishing this step, then saving (Ctrl-C again stops at once)")
 
-        previous = signal.signal(signal.SIGINT, on_signal)
+        previous = {kind: signal.signal(kind, on_signal) for kind in (signal.SIGINT, signal.SIGTERM)}
         self.bar = tqdm(total=self.args.steps, initial=self.step, desc="training")
         try:
             while self.step < self.args.steps and not self.stop:
@@ -1446,12 +1536,14 @@ class Run:
                     self.save(model, tokenizer, optimizer)
         finally:
             self.bar.close()
-            signal.signal(signal.SIGINT, previous)
+            for kind, handler in previous.items():
+                signal.signal(kind, handler)
         print(f"{self.step} steps done, {time.time() - STARTED:.0f} s after the script was started; checkpoint: {self.checkpoint}")
-        if self.args.lora_rank and not self.stop:
+        finished = self.step == self.args.steps
+        if self.args.lora_rank and finished:
             self.export(model, tokenizer)
-        if self.stop:
-            print(f"stopped by Ctrl-C; go on with: --resume --name {self.folder.name}")
+        if self.stop and not finished:
+            print(f"stopped; go on with: --resume --name {self.folder.name}")
             sys.exit(130)
 
     def log(self, step, row):
@@ -1519,15 +1611,15 @@ class Meter:
 def step_metrics(step, rollout, rewards, accuracy, advantages, entropy, meter):
     """The columns of metrics.csv that all scripts share (the README explains each), and step 1's sanity line."""
     mask, groups = rollout.completion_mask, rollout.group_ids
-    scored, m = rewards[~torch.isnan(rewards)], meter.averages()
+    scored, m = rewards[rewards.isfinite()], meter.averages()
     silent = sum(not advantages[groups == g].any() for g in groups.unique())
     if step == 1:
         f = meter.first
-        tqdm.write(f"sanity, first update: mean |ratio - 1| = {f['ratio_error']:.1e} (must be 0: nothing has been updated), KL to the "
+        tqdm.write(f"sanity, first update: mean |ratio - 1| = {f['ratio_error']:.1e} (0 but for rounding: nothing has been updated), KL to the "
                    f"starting model = {f['kl']:.1e} (0), loss = {f['loss']:+.4f} (may be 0: advantages of a group sum to 0), "
                    f"gradient norm = {f['grad_norm']:.4f} (above 0 unless every group is silent: it is the gradient of -A log pi)")
     return {"reward": scored.mean().item(), "reward_std": scored.std(unbiased=False).item(), "accuracy": accuracy.nanmean().item(),
-            "unscorable": int(torch.isnan(rewards).sum()), "zero_variance_groups": int(silent) / len(groups.unique()),
+            "unscorable": len(rewards) - len(scored), "zero_variance_groups": int(silent) / len(groups.unique()),
             "loss": m["loss"], "grad_norm": m["grad_norm"], "kl": m["kl"], "ratio": m["ratio"], "ratio_error": m["ratio_error"],
             "clip_low": m["clip_low"], "clip_high": m["clip_high"], "skipped": meter.skipped,
             "entropy": (entropy.sum() / mask.sum()).item(), "length": mask.sum(1).mean().item(),
@@ -1551,8 +1643,8 @@ def summarise(correct, greedy):
     """Evaluation row from right/wrong tables: correct (problems, k), greedy (problems,); None entries are left out."""
     counts = [[c for c in row if c is not None] for row in correct]
     counts = [row for row in counts if row]
-    k = max(map(len, counts), default=1)
-    mean = lambda values: sum(values) / max(len(values), 1)
+    k = max(map(len, correct), default=1)
+    mean = lambda values: sum(values) / len(values) if values else float("nan")  # NaN: nothing could be scored
     return {"eval_greedy": mean([g for g in greedy if g is not None]), "eval_mean": mean([mean(row) for row in counts]),
             f"eval_pass@{k}": mean([pass_at_k(len(row), round(sum(row)), len(row)) for row in counts])}
 
@@ -1615,10 +1707,10 @@ def plot_credit(path, tokens, weights, titles, label="credit weight w (1 = unifo
     axis = figure.subplots()
     for y, line in enumerate(lines):
         if isinstance(line, str):
-            axis.text(0, -y, line, fontsize=10, weight="bold", va="center")
+            axis.text(0, -y, line, fontsize=10, weight="bold", va="center", parse_math=False)  # "$$" is a token like any other
             continue
         for column, shown, value in line:
-            axis.text(column, -y, shown, family="monospace", fontsize=10, va="center",
+            axis.text(column, -y, shown, family="monospace", fontsize=10, va="center", parse_math=False,
                       color="white" if abs(norm(value) - 0.5) > 0.35 else "black",
                       bbox=dict(facecolor=colours(norm(value)), edgecolor="none", pad=2.5))
     axis.set(xlim=(0, width), ylim=(-len(lines) + 0.4, 0.6))
@@ -1631,7 +1723,7 @@ def picture(path, tokenizer, rollout, rewards, weights):
     """credit.png of the prompt whose responses differ most in reward: its best and its worst response."""
     groups = rollout.group_ids.cpu()
     members = [(groups == g).nonzero()[:, 0].tolist() for g in groups.unique()]
-    value = lambda i: rewards[i].nan_to_num().item()
+    value = lambda i: rewards[i].item() if rewards[i].isfinite() else rewards.nan_to_num().min().item()
     rows = max(members, key=lambda rows: max(map(value, rows)) - min(map(value, rows)))
     chosen = [max(rows, key=value), min(rows, key=value)]
     pieces = [[tokenizer.decode([t]) for t in rollout.completion_ids[i][rollout.completion_mask[i].bool()].tolist()] for i in chosen]
@@ -1649,7 +1741,7 @@ def plot_denoising(path, tokens, commit_step, C):
     axis = figure.subplots()
     image = axis.imshow(C.cpu(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
     axis.plot(range(len(tokens)), commit_step.tolist(), "o", markersize=9, markerfacecolor="none", color="red")
-    axis.set_xticks(range(len(tokens)), [token.strip() or repr(token)[1:-1] for token in tokens], rotation=60, ha="right")
+    axis.set_xticks(range(len(tokens)), [token.strip() or repr(token)[1:-1] for token in tokens], rotation=60, ha="right", parse_math=False)
     axis.set(ylabel="denoising step", title="probability of the final token before each step (ring: written here)")
     figure.colorbar(image, ax=axis, fraction=0.025, pad=0.01)
     figure.savefig(path, dpi=130, bbox_inches="tight")

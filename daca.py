@@ -5,10 +5,11 @@ still masked easier or not. A token gets more credit when the step that wrote it
 tokens it had yet to write. And the likelihood that is trained hides one stratum of the response at a time, so that a
 token is scored among other tokens, as it was sampled, and not alone among masks.
 
-    C[s,i]  noise-free probability, before step s, of the token that i finally holds (seen by the sampler: no forward)
+    C[s,i]  noise-free probability, before step s, of the token that i finally holds (seen by the sampler: no forward; 0
+            while that token is not among the 8 likeliest)
     D[s,i]  = max(0, C[s+1,i] - C[s,i])  where i is valid and still masked after step s, else 0
     g_i     = mean of D[s,j] over such j, s the step that wrote i  ("step")      or     sum over s of D[s,i]  ("own")
-    w_i     = 1 + kappa (g_i - mean g) / max |g - mean g|
+    w_i     = 1 + kappa (g_i - mean g) / max |g - mean g|        over the response's valid tokens, kappa = 0.5
     l_i     = log p(y_i | prompt, y with stratum(i) masked),   K random strata, balanced over the valid tokens
 
 What differs from grpo.py: the model, its sampler and its likelihood (log p of a response has no closed form, so old,
@@ -39,7 +40,7 @@ from common import (DiffusionArgs, InputError, Meter, Run, adapter_off, at_budge
                     load_problems, loss_denominator, main, make_trainable, one_step_logps, picture, plot_curve,
                     plot_denoising, reward_correct, slices, step_metrics, stratified_logps, uni_logps)
 
-# What --base sets: the settings of the method whose likelihood it takes. A flag on the command line wins.
+# What --base sets: its method's settings and, with --strata 0, its likelihood. Command line and toy preset win over it.
 BASES = {
     "diffu": dict(scale="none", clip_low=0.5, clip_high=0.5, beta=0.04, aggregate="token",  # the papers' settings
                   inner_iterations=12, learning_rate=3e-6),
@@ -52,7 +53,8 @@ BASES = {
 @dataclass
 class Args(DiffusionArgs):
     """DACA's own settings, and its base's (None: what --base sets)."""
-    base: str = field(default="diffu", metadata={"help": "diffu (diffu-GRPO), coupled (coupled-GRPO) or uni (UniGRPO)"})
+    base: str = field(default="diffu", metadata={"help": "diffu (diffu-GRPO), coupled (coupled-GRPO) or uni (UniGRPO): settings; with "
+                                                "--strata 0 also its likelihood"})
     progress: str = field(default="step", metadata={"help": "credit the step that caused a gain (step), the token that "
                                                     "gained (own), or nothing (none); ours"})
     kappa: float = field(default=0.5, metadata={"help": "w lies in [1 - kappa, 1 + kappa] (ours)"})
@@ -65,7 +67,7 @@ class Args(DiffusionArgs):
     kl: str = field(default="k3", metadata={"help": "KL estimate in the loss: k3, k2 or k1, as in grpo.py"})
     aggregate: str | None = field(default=None, metadata={"help": "sequence, token or constant, as in grpo.py"})
     inner_iterations: int | None = field(default=None, metadata={"help": "passes over a batch, each with new masks"})
-    mini_batches: int = field(default=1, metadata={"help": "optimiser steps in a pass"})
+    mini_batches: int = field(default=1, metadata={"help": "optimiser steps in a pass; groups stay whole if it divides --prompts-per-step"})
     learning_rate: float | None = field(default=None, metadata={"help": "AdamW, constant"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradient clipping (usual)"})
 
@@ -106,9 +108,10 @@ def denoising_progress(confidence, commit_step, mask, mode="step"):
     Padding gets 0, and so does what the last step wrote ("step"): nothing was left to gain. Raises ValueError for
     another mode. Source: ours (the abstract names "denoising progress scores").
 
-    >>> C = torch.tensor([[[0.5, 0.2, 0.1]], [[0.5, 0.6, 0.3]], [[0.5, 0.6, 0.9]]])  # (3,1,3), left to right
-    >>> denoising_progress(C, torch.tensor([[0, 1, 2]]), torch.ones(1, 3))
-    tensor([[0.3000, 0.6000, 0.0000]])
+    >>> C = torch.tensor([[[.5, .6, .2, .1, .1]], [[.9, .9, .6, .3, .9]], [[.9, .9, .9, .2, .9]]])  # (3,1,5), the last is padding
+    >>> written, mask = torch.tensor([[0, 0, 1, 2, 2]]), torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]])
+    >>> denoising_progress(C, written, mask), denoising_progress(C, written, mask, "own")   # .3 = mean of .4 and .2
+    (tensor([[0.3000, 0.3000, 0.0000, 0.0000, 0.0000]]), tensor([[0.0000, 0.0000, 0.4000, 0.2000, 0.0000]]))
     """
     if mode not in ("step", "own"):
         raise ValueError(f'mode must be "step" or "own", not {mode!r}')
@@ -127,11 +130,13 @@ def credit_weights(progress, mask, kappa=0.5):
     """w_i = 1 + kappa (g_i - mean g) / max |g - mean g| over the valid tokens of a response -> (N,T), 0 on padding.
 
     progress g (N,T), mask (N,T). The mean is 1 per response and w lies in [1 - kappa, 1 + kappa]; flat scores
-    (max g - min g < 1e-6) and kappa = 0 give exactly 1. Source: ours.
+    (max g - min g < 1e-6) and kappa = 0 give exactly 1. Raises ValueError for other shapes or kappa. Source: ours.
 
-    >>> credit_weights(torch.tensor([[0.0, 1.0, 2.0, 9.0]]), torch.tensor([[1.0, 1.0, 1.0, 0.0]])).tolist()
-    [[0.5, 1.0, 1.5, 0.0]]
+    >>> credit_weights(torch.tensor([[0.0, 0.0, 3.0, 9.0]]), torch.tensor([[1.0, 1.0, 1.0, 0.0]])).tolist()   # mean g = 1
+    [[0.75, 0.75, 1.5, 0.0]]
     """
+    if progress.shape != mask.shape or not 0 <= kappa <= 1:
+        raise ValueError(f"needs progress {tuple(progress.shape)} and mask {tuple(mask.shape)} of one shape, 0 <= kappa <= 1, not {kappa}")
     valid = mask > 0                                                                      # (N,T) bool
     g = torch.where(valid, progress.detach(), 0.0)                                        # (N,T)
     deviation = torch.where(valid, g - g.sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp(min=1), 0.0)  # (N,T)
@@ -218,7 +223,7 @@ def train(args):
         # 4. Token credit: how much of its response's advantage does each token get?
         # The old policy's log-probs come from one scoring pass, not from the sampler, so that the ratio starts at exactly 1.
         draws = draw_masks(lm, reference, rollout, args)                                    # one per inner iteration
-        surprise = -rollout.trace.confidence.log() * mask                                   # (N,T) E[-log p] is an entropy
+        surprise = -rollout.trace.confidence.log() * mask                                   # (N,T) a low guess at entropy
         # ---- what this method changes ----
         weights, credit_stats = torch.ones_like(mask), {}                                   # (N,T) w = 1
         if args.progress != "none":
@@ -230,7 +235,7 @@ def train(args):
 
         # 5. Clipped loss and update. Mini-batches are optimiser steps; micro-batches only save memory.
         meter = Meter()
-        for draw, rows in ((draw, rows) for draw in draws for rows in torch.arange(len(mask)).chunk(args.mini_batches)):
+        for draw, rows in ((draw, rows) for draw in draws for rows in torch.arange(len(mask)).tensor_split(args.mini_batches)):
             valid = mask * draw.scored                                                      # (N,T) uni scores a part
             denominator, batch_loss = loss_denominator(valid[rows], args.aggregate, args.max_new_tokens), 0.0
             for micro in slices(rows, args.micro_batch):

@@ -5,7 +5,8 @@ the policy can be asked which way its update will move it. Where the two agree, 
 and the token gets more of its response's credit; where they disagree, less.
 
     g_t = dR/de_t                                               gradient of the score R at the input embedding of y_t
-    f_t(v) = g_t . E[v],   F_t = p (f - sum_v p_v f(v))         slope of the score in the policy's logits
+    f_t(v) = g_t . E[v]                                         E: the reward model's embeddings; v: the policy's tokens
+    F_t = p (f - sum_v p_v f(v))                                slope of the score in the policy's logits; p: the policy
     W_t = <F_t, onehot(y_t) - p_t>                              work of reinforcing y_t on the score
     a_t = sign(A) tanh(W_t / rms_t(W)),  u = 2 sigmoid(lam a)   alignment, gate
     w   = u / mean of u over the response                       credit per token; sign of A kept, mean 1
@@ -26,7 +27,9 @@ and on one GPU with a real checkpoint (needs a hub):
 
     python datc.py --model Qwen/Qwen3-0.6B --reward-model Skywork/Skywork-Reward-V2-Qwen3-0.6B --data openai/gsm8k:main
 """
+import os
 import random
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,7 +62,7 @@ class Args(RunArgs):
                                             "KL(pi||ref)), k1 (expected gradient 0: only a monitor)"})
     aggregate: str = field(default="sequence", metadata={"help": "sequence (GRPO), token (DAPO) or constant (Dr. GRPO)"})
     inner_iterations: int = field(default=1, metadata={"help": "passes over a rollout batch (GRPO's mu)"})
-    mini_batches: int = field(default=1, metadata={"help": "optimiser steps in a pass"})
+    mini_batches: int = field(default=1, metadata={"help": "optimiser steps in a pass; groups stay whole if it divides --prompts-per-step"})
     learning_rate: float = field(default=1e-6, metadata={"help": "AdamW, constant (GRPO)"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradient clipping (usual)"})
 
@@ -78,6 +81,8 @@ def check_options(args):
         raise InputError("needs 0 < --clip-low < 1, --clip-high > 0, --beta >= 0 and --dual-clip > 1")
     if args.gate not in ("sigmoid", "exp") or args.control not in ("none", "shuffle", "no-direction"):
         raise InputError("--gate must be sigmoid or exp, --control none, shuffle or no-direction")
+    if args.reward_model == "toy" and not is_toy(args.model):
+        raise InputError(f"--reward-model: name one for --model {args.model}; the default knows the toy's stories only")
     if not 0 <= args.lam <= 20 or args.top_k < 1 or args.reward_steps < 1:
         raise InputError("needs 0 <= --lam <= 20, --top-k >= 1 and --reward-steps >= 1")
 
@@ -101,9 +106,9 @@ def work(logits, gradients, embeddings, actions, *, decodable=None, top_k=128):
             Sums then run over S = the `top_k` likeliest of these and y; an undecodable y has no f_y, no first term.
     Returns: (N,T), in units of reward, detached. No tensor in here is larger than the logits.
 
-    >>> E, g = torch.tensor([[0.], [1.]]), torch.tensor([[[2.]]])     # token 1 would raise the reward by 2
-    >>> work(torch.zeros(1, 1, 2), g, E, torch.tensor([[1]])).item()  # p = (.5, .5): .5 (2 - 1) - .25 (-1 + 1)
-    0.5
+    >>> p, E = torch.tensor([[[0.5, 0.3, 0.2]]]), torch.tensor([[5.], [-9.], [1.]])          # g = 1: f = E, fbar = 0
+    >>> round(work(p.log(), torch.ones(1, 1, 1), E, torch.tensor([[2]])).item(), 4)          # .2 * 1 - (.25 * 5 - .09 * 9 + .04 * 1)
+    -0.28
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     y = actions.unsqueeze(-1)                                               # (N,T,1)
@@ -141,9 +146,10 @@ def credit_weights(work, advantages, mask, lam=4.0, gate="sigmoid", *, scored=No
         control:    "shuffle" permutes w inside each response, by its own `seed`; "no-direction" uses |a|.
     Returns: (N,T), detached, 0 on padding. Raises: ValueError for an unknown gate or control, or a negative lam.
 
-    >>> w = credit_weights(torch.tensor([[3., -3., 9.]]), torch.tensor([1.]), torch.tensor([[1., 1., 0.]]))
-    >>> [round(x, 4) for x in w[0].tolist()]                                # rms = 3, a = +-tanh(1) = +-.7616
-    [1.9093, 0.0907, 0.0]
+    >>> W, A, mask = torch.tensor([[3., 1., 9.], [3., 1., -1.]]), torch.tensor([1., -1.]), torch.tensor([[1., 1., 0.], [1., 1., 1.]])
+    >>> credit_weights(W, A, mask)                                          # rms = sqrt(5), sqrt(11 / 3)
+    tensor([[1.0704, 0.9296, 0.0000],
+            [0.0730, 0.3750, 2.5520]])
     """
     if gate not in ("sigmoid", "exp") or control not in ("none", "shuffle", "no-direction") or not lam >= 0:
         raise ValueError(f"unknown gate {gate!r} or control {control!r}, or lam {lam} < 0")
@@ -261,8 +267,8 @@ def load_reward_model(args):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
         model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
             name, dtype=getattr(torch, args.dtype), output_loading_info=True, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InputError(f"--reward-model {name}: {' '.join(str(error).split())[:300]}") from None
+    except Exception as error:  # as in load_policy
+        raise InputError(f"--reward-model {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
     if model.config.num_labels != 1 or report["missing_keys"]:  # a missing head would be random, without any error
         raise InputError(f"--reward-model {name}: needs a trained head with one label; 'train:{name}' trains one")
     rows, pad = model.get_input_embeddings().num_embeddings, model.config.get_text_config().pad_token_id
@@ -275,11 +281,16 @@ def train_reward_model(args, name):
     """Grow a reward model from the causal LM `name` on right and slipped story answers -> checkpoint folder.   [ours]
 
     Bradley-Terry: minimise -log sigmoid(R(right) - R(slipped)), at every position: a slip is easier to learn where it
-    stands. In every fourth pair one token is replaced at random instead: a model that has seen nothing but wrong sums
-    likes right sums about another story. The toy trains all weights, a real model its head: to try, not to trust.
+    stands (two slips may cancel; such a story still counts as slipped). In a quarter of the pairs one token is replaced
+    by one drawn from the same solution instead: a model that has seen nothing but wrong sums likes right sums about
+    another story. (In 2 % of all pairs the draw changes nothing: no gradient, and never "ranked right" in the share that
+    is printed.) The toy trains all weights, a real model its head: to try, not to trust.
     """
     import transformers
-    folder = Path(args.checkpoints, f"rm-{Path(name).name}-{args.story_steps}-{args.warmup_steps}-{args.reward_steps}")
+    path = os.path.realpath(name) if os.path.isdir(name) else name  # many checkpoints end in the same folder name
+    origin = "" if name == "toy" else f"-{zlib.crc32(repr((path, args.instruction, args.thinking, args.dtype)).encode()):08x}"
+    steps = f"{args.story_steps}-{args.warmup_steps}-{args.reward_steps}"
+    folder = Path(args.checkpoints, f"rm-{Path(name).name}-{steps}{origin}")
     if folder.is_dir():
         return folder
     (policy, tokenizer), rng = load_policy(args, name), random.Random(0)
@@ -326,7 +337,7 @@ def judge(reward_model, reward_tokenizer, policy_tokenizer, rollout, problems, a
     """Score a rollout -> rewards (N,), gradients (N,T,d), scored (N,T): the tokens that the reward model saw.   [ours]
 
     Its input is its own chat template around the question, then the sampled ids: tokenised again, the text could split
-    differently. What lies past its length limit is cut off. NaN: not a finite score, or no room for the response.
+    differently. What lies past its length limit is cut off. NaN: not a finite score, or no token of the response seen.
     """
     (N, T), device, config = rollout.completion_mask.shape, args.device, reward_model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or 10 ** 9
@@ -337,8 +348,11 @@ def judge(reward_model, reward_tokenizer, policy_tokenizer, rollout, problems, a
         own, share = ids, torch.eye(len(ids))                               # (T_i,M) share of reward token m in token t
         if not same_tokens:
             own, share = respell(policy_tokenizer, reward_tokenizer, ids, eos_ids)
+        own = own[:max(0, limit - len(prefixes[group]))]
+        while own and own[-1] == config.pad_token_id:  # the end token pads too, and the model's pooling looks before it
+            own = own[:-1]
         inputs.append((prefixes[group] + own)[:limit])
-        shares.append(share[:, :max(0, limit - len(prefixes[group]))].to(device))
+        shares.append(share[:, :len(own)].to(device))
     rewards, scored = torch.zeros(N), torch.zeros(N, T, device=device)
     gradients = torch.zeros(N, T, reward_model.get_input_embeddings().embedding_dim, device=device)
     for rows in torch.arange(N).split(args.micro_batch):
@@ -415,7 +429,7 @@ def train(args):
 
         # 5. Clipped loss and update. Mini-batches are optimiser steps; micro-batches only save memory.
         meter = Meter()
-        for rows in list(torch.arange(len(mask)).chunk(args.mini_batches)) * args.inner_iterations:
+        for rows in list(torch.arange(len(mask)).tensor_split(args.mini_batches)) * args.inner_iterations:
             denominator, batch_loss = loss_denominator(mask[rows], args.aggregate, args.max_new_tokens), 0.0
             for micro in slices(rows, args.micro_batch):
                 logps = token_logps(model, *rollout.rows(micro), temperature=args.temperature, chunk_size=args.chunk_size).logps

@@ -193,7 +193,7 @@ def train(args):
 
         # 5. Clipped loss and update. Mini-batches are optimiser steps; micro-batches only save memory.
         meter = Meter()
-        for rows in list(torch.arange(len(mask)).chunk(args.mini_batches)) * args.inner_iterations:
+        for rows in list(torch.arange(len(mask)).tensor_split(args.mini_batches)) * args.inner_iterations:
             denominator, batch_loss = loss_denominator(mask[rows], args.aggregate, args.max_new_tokens), 0.0
             for micro in slices(rows, args.micro_batch):
                 logps = token_logps(model, *rollout.rows(micro), temperature=args.temperature, chunk_size=args.chunk_size).logps

@@ -7,9 +7,10 @@ calibration balances the tokens whose update raises the policy's entropy against
 
     c_i    = max(0, sum over masked j != i of [ max_u p(u | x with i) - max_u p(u | x) ]_j)   measured before training
     w_pos  = min-max of the mean c of each class to [0.8, 1.2];   alpha_i = w_pos(i) / mean of w_pos over T_t
-    T_t    = what step t wrote, for the fewest t with 70 % of the sum of S_t = sum over T_t of w_pos(i) (1 - p_i)
+    T_t    = what step t wrote, up to the end token; p_i: the probability of y_i then;  S_t = sum over T_t of w_pos(i) (1 - p_i)
+    chosen = the fewest t that hold 70 % of the sum of S_t, but at least 2 and at most 32
     d_i    = change of the entropy at i along A alpha_i;   lam = (N - P) / (N + P),   P, N: masses of d > 0 and d < 0
-    w_i    = (1 + lam) alpha_i where d > 0, (1 - lam) alpha_i where d < 0, rescaled to the same total
+    w_i    = (1 + lam) alpha_i where d > 0, (1 - lam) alpha_i where d < 0, rescaled to the same total   (x: a state, A: advantage)
     L      = mean over responses of mean over their chosen t of mean over T_t of [ the clipped loss of grpo.py ]
 
 What differs from grpo.py: the model and its sampler; a token is scored in the very state in which it was written, so
@@ -70,7 +71,7 @@ class Args(DiffusionArgs):
     beta: float = field(default=0.01, metadata={"help": "weight of the KL to the starting model (ours); 0: none"})
     kl: str = field(default="k3", metadata={"help": "KL estimate in the loss: k3, k2 or k1, as in grpo.py"})
     inner_iterations: int = field(default=1, metadata={"help": "passes over a rollout batch (ours)"})
-    mini_batches: int = field(default=1, metadata={"help": "optimiser steps in a pass"})
+    mini_batches: int = field(default=1, metadata={"help": "optimiser steps in a pass; groups stay whole if it divides --prompts-per-step"})
     learning_rate: float = field(default=1e-6, metadata={"help": "AdamW, constant (ours)"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradient clipping (usual)"})
 
@@ -126,8 +127,8 @@ def contributions(lm, ids, attention_mask, masked, commits):
 def pos_weights(means, low=0.8, high=1.2):
     """Mean contribution per part of speech -> weight per part of speech, by min-max to [low, high].
 
-    means {class: mean}; all equal: 1 for each, since nothing tells them apart. (A class that is not in the table gets 1
-    in train: ours.) Raises ValueError unless 0 < low <= high. Source: summary.
+    means {class: mean}; all equal: 1 for each, since nothing tells them apart. A class seen once weighs as much as any
+    other in the min-max: look at `count` and `se`. (A class that is not in the table gets 1 in train: ours.) Raises ValueError unless 0 < low <= high. Source: summary.
 
     >>> pos_weights({"NOUN": 2.0, "VERB": 3.0, "DET": 1.0})
     {'NOUN': 1.0, 'VERB': 1.2, 'DET': 0.8}
@@ -146,8 +147,10 @@ def select_steps(scores, mass=0.7, low=2, high=32):
     scores: a number >= 0 per step; low, high: least and most steps (never more than there are). Of equal steps the
     earlier comes first. Returns their indices, ascending. Source: summary; the order of ties is ours.
 
-    >>> select_steps([0.1, 0.9, 0.3, 0.2, 0.9]), select_steps([1, 0, 0, 0])      # the second is raised to two steps
-    ([1, 4], [0, 1])
+    >>> select_steps([0.1, 0.5, 0.3, 0.2, 0.5]), select_steps([1, 0, 0, 0])      # 0.7 * 1.6 needs three; raised to two
+    ([1, 2, 4], [0, 1])
+    >>> select_steps([1, 2, 2], low=1, high=1)                                  # a tie, and one step at most
+    [1]
     """
     order = sorted(range(len(scores)), key=lambda step: (-scores[step], step))
     needed, reached, count = mass * sum(scores) * (1 - 1e-9), 0.0, 0  # 1e-9: rounding must not cost a step
@@ -173,13 +176,14 @@ def entropy_change(logits, actions, advantages, estimator="exact"):
     """How fast the entropy H of a token's distribution moves when its logits are pushed along A (onehot(y) - p).
 
         exact   d = -A [ p_y (log p_y + H) - sum_b p_b^2 (log p_b + H) ]     the derivative of H in that direction
-        opefo   d = -A (1 - p_y)^2 (log p_y + H)     y's own change alone: the sign is right for V = 2, not in general
+        opefo   d = -A (1 - p_y)^2 (log p_y + H)     as the summary gives it: the sign is right for V = 2, not in general
 
     logits (...,V), -inf allowed (the mask token); actions (...) y; advantages (...) A, credit included. Returns (...), in
     nats per unit of step size, detached. Raises ValueError for other estimators. Source: opefo: summary; exact: ours.
 
-    >>> entropy_change(torch.tensor([[0.8, 0.2], [0.99, 0.01]]).log(), torch.tensor([0, 1]), torch.tensor([1.0, 2.0]))
-    tensor([-0.0887,  0.1801])
+    >>> z, y, A = torch.tensor([[0.5, 0.4, 0.1], [0.99, 0.01, 0.0]]).log(), torch.tensor([1, 1]), torch.tensor([1.0, 2.0])
+    >>> entropy_change(z, y, A), entropy_change(z, y, A, "opefo")               # the signs differ in the first
+    (tensor([0.0425, 0.1801]), tensor([-0.0097,  8.9173]))
     """
     if estimator not in ("exact", "opefo"):
         raise ValueError(f'estimator must be "exact" or "opefo", not {estimator!r}')
@@ -201,14 +205,17 @@ def calibrate(alpha, change, clip=0.95, weights=None):
         lam = clip((N - P) / (N + P), -clip, clip),  alpha' = (1 + lam) alpha where d > 0,  (1 - lam) alpha where d < 0
 
     so that, unclipped, (1 + lam) P = (1 - lam) N: to first order the entropy stays where it is. Then all tokens with
-    d != 0 are rescaled to their old total, hence one sign alone changes nothing; d = 0 keeps its credit.
+    d != 0 are rescaled to their old total, hence one sign alone changes nothing; d = 0 keeps its credit. At the clip the
+    two sides do not balance, and a d of nearly 0 counts by its sign alone: d = (1, -1e-6) turns alpha (1, 1) into (.05, 1.95).
 
     Args: alpha (M,) > 0; change (M,): d for A alpha; weights (M,): what a token counts in the loss (1/|T_t|), in every
     sum, default 1. Returns alpha'' (M,) > 0 and lam (scalar). Raises ValueError unless 0 <= clip < 1: at 1 a side could
     lose all its credit. Source: summary; the weights are ours.
 
-    >>> calibrate(torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.1, -0.3, 0.0]))        # 1.5 * 0.1 = 0.5 * 0.3
-    (tensor([1.5000, 0.5000, 1.0000]), tensor(0.5000))
+    >>> calibrate(torch.tensor([1.2, 0.8, 1.0]), torch.tensor([0.1, -0.3, 0.0]), weights=torch.tensor([1.0, 0.5, 1.0]))
+    (tensor([1.3091, 0.5818, 1.0000]), tensor(0.2000))
+    >>> calibrate(torch.tensor([1.2, 0.8]), torch.tensor([0.1, 0.3]))                   # one sign: clipped, and no change
+    (tensor([1.2000, 0.8000]), tensor(-0.9500))
     """
     if not 0 <= clip < 1:
         raise ValueError(f"needs 0 <= clip < 1, not {clip}")
@@ -293,15 +300,18 @@ def tag_tokens(tokenizer, completion_ids, mask, tag, special_ids=()):
 
 TABLE_VERSION = 1  # of what is measured
 STAGES = ("early", "middle", "late")
+COLUMNS = {"count", "contribution", "se", *STAGES, "confidence", "entropy"}  # of class_table's rows
 
 
 def measure_classes(lm, tokenizer, tag, prompts, args):
-    """Sample a response per prompt, two commits per step, and replay it. Source: summary.
+    """Sample a response per prompt, at most two commits per step, and replay it. Source: summary.
 
     Returns records (class, contribution, stage, confidence, entropy), one per valid token.
     """
     torch.manual_seed(args.seed)
-    exact = dataclasses.replace(args, diffusion_steps=None, threshold=None, prefix_cache=False)  # None: half the length
+    block = min(args.block_length, args.max_new_tokens)
+    steps = args.max_new_tokens // block * ((block + 1) // 2)                             # half a block's length, rounded up
+    exact = dataclasses.replace(args, diffusion_steps=steps, threshold=None, prefix_cache=False)
     rollout = generate(lm, tokenizer, prompts, 1, exact)
     mask, commit_step = rollout.completion_mask.bool(), rollout.trace.commit_step         # (N,T) each
     tags = tag_tokens(tokenizer, rollout.completion_ids, mask, tag, lm.eos_ids)
@@ -344,8 +354,10 @@ def load_table(path, key):
     try:
         saved = json.loads(Path(path).read_text(encoding="utf-8"))
         found, table = dict(saved["key"]), dict(saved["classes"])
+        if not table or not all(row.keys() >= COLUMNS for row in table.values()):
+            raise ValueError
         [float(row["contribution"]) for row in table.values()]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise InputError(f"--table {path}: not a table of this script; leave --table out to measure one") from None
     for what, value in key.items():
         if found.get(what) != value:
@@ -379,8 +391,8 @@ def report_classes(table, weights, folder):
 
 # One row per chosen step of a response, B in all. row (B,): its response; ids, attention (B,P+T): the prompt, and y with
 # all that the step or a later one wrote masked; y (B,T); target (B,T) bool: T_t; divisor (B,T): on each target the number
-# of steps chosen in the response. As the loss's mask it makes a row's divisor |T_t| times that number: the mean over
-# targets, then over steps. count (B,): |T_t|, on the CPU.
+# of steps chosen in the response. Given as the loss's mask (not 0/1 here: only its sum divides), it makes a row's divisor
+# |T_t| times that number: the mean over targets, then over steps. count (B,): |T_t|, on the CPU.
 States = namedtuple("States", "row ids attention y target divisor count")
 
 
@@ -475,7 +487,7 @@ def train(args):
         advantages = group_advantages(rewards, rollout.group_ids.cpu(), args.scale).to(mask.device)  # (N,)
 
         # 4. Token credit: how much of its response's advantage does each token get?
-        surprise = -rollout.trace.confidence.log() * mask                                   # (N,T) E[-log p] is an entropy
+        surprise = -rollout.trace.confidence.log() * mask                                   # (N,T) a low guess at entropy
         # ---- what this method changes ----
         tags = tag_tokens(tokenizer, rollout.completion_ids, mask, tag, lm.eos_ids)         # N lists of T classes
         pos = torch.tensor([[w_pos.get(name, 1.0) for name in row] for row in tags], device=mask.device)  # (N,T)
@@ -492,13 +504,14 @@ def train(args):
             own = states.target & (states.row == n)[:, None]                                # (B,T) response n's targets
             weights[own], lam[n] = calibrate(alpha[own], change[own], weights=share[own])
         credit_stats = {"chosen_steps": len(alpha) / len(mask), "trained_tokens": (states.target.sum() / mask.sum()).item(),
-                        "lam": lam.abs().mean().item(), "largest_credit": weights.max().item()}
+                        "lam": lam.abs().mean().item(), "clipped": (lam.abs() > 0.949).float().mean().item(),
+                        "largest_credit": weights.max().item()}
         # ----------------------------------
         token_advantages = A * weights                                                      # (B,T) A * w
 
         # 5. Clipped loss and update. Mini-batches are optimiser steps; micro-batches only save memory.
         meter = Meter()
-        for rows in list(torch.arange(len(mask)).chunk(args.mini_batches)) * args.inner_iterations:
+        for rows in list(torch.arange(len(mask)).tensor_split(args.mini_batches)) * args.inner_iterations:
             denominator, batch_loss = len(rows), 0.0                                        # each response has a chosen step
             for micro in slices(torch.isin(states.row.cpu(), rows).nonzero()[:, 0], args.micro_batch):
                 logps, _ = state_logps(lm, states, micro, args.chunk_size)                  # (b,T)

@@ -164,7 +164,7 @@ def credit_weights(divergence, mask, top=0.4, mass=0.8):
                          f"0 < top <= mass < 1, not {top} and {mass}: else what differs least gets the most credit")
     valid = mask.bool()                                                                   # (N,T)
     a = math.log(1 - mass) / math.log(1 - top) - 1
-    k = divergence.detach().double().masked_fill(~valid, math.inf).contiguous()           # (N,T)  padding ranks last
+    k = divergence.detach().double().masked_fill(~valid, torch.inf).contiguous()           # (N,T)  padding ranks last
     ordered = k.sort(dim=-1).values                                                       # (N,T)
     below = torch.searchsorted(ordered, k)                                                # (N,T)  how many are < k
     up_to = torch.searchsorted(ordered, k, right=True)                                    # (N,T)  how many are <= k
@@ -257,7 +257,7 @@ def train(args):
 
         # 5. Clipped loss and update. Mini-batches are optimiser steps; micro-batches only save memory.
         meter = Meter()
-        for rows in list(torch.arange(len(mask)).chunk(args.mini_batches)) * args.inner_iterations:
+        for rows in list(torch.arange(len(mask)).tensor_split(args.mini_batches)) * args.inner_iterations:
             denominator, batch_loss = loss_denominator(mask[rows], args.aggregate, args.max_new_tokens), 0.0
             for micro in slices(rows, args.micro_batch):
                 logps = token_logps(model, *rollout.rows(micro), temperature=args.temperature, chunk_size=args.chunk_size).logps

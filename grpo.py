@@ -9,12 +9,12 @@ response's advantage. That last sentence is what the other scripts of this proje
     L   = mean over responses of mean over tokens [ -min(rho A w, clip(rho, 1-eps, 1+eps) A w) + beta KL(pi, ref) ]
     rho = pi(y_t | ...) / pi_old(y_t | ...)
 
-What differs from grpo.py: nothing, this is it. `diff grpo.py delta.py` shows a method and nothing else.
+What differs from grpo.py: nothing, this is it. `diff grpo.py delta.py` shows a method, its settings, and nothing else.
 
-Where it comes from. The paper's (Shao et al. 2024, DeepSeekMath): the advantage, the clipped loss with its k3 estimate of
-the KL, the aggregation per response. From later papers, as options: clip-higher and token aggregation (DAPO), no
-division by std and a constant denominator (Dr. GRPO), dual clip (Ye et al. 2020). Ours: all groups with equal rewards get exactly 0,
-responses that cannot be scored are left out, and the toy with its preset.
+Where it comes from. The paper's (Shao et al. 2024, DeepSeekMath): the advantage (its 1e-4 and the n - 1 in its std are TRL's),
+the clipped loss with its k3 estimate of the KL, the aggregation per response. From later papers, as options: clip-higher
+and token aggregation (DAPO), no division by std and a constant denominator (Dr. GRPO), dual clip (Ye et al. 2020). Ours: a
+group of equal rewards and a response that cannot be scored get exactly 0, and the toy with its preset.
 
 Run it on a CPU (a toy that is trained and improved in three minutes, no download):
 
@@ -45,7 +45,7 @@ class Args(RunArgs):
                                             "KL(pi||ref)), k1 (expected gradient 0: only a monitor)"})
     aggregate: str = field(default="sequence", metadata={"help": "sequence (GRPO), token (DAPO) or constant (Dr. GRPO)"})
     inner_iterations: int = field(default=1, metadata={"help": "passes over a rollout batch (GRPO's mu)"})
-    mini_batches: int = field(default=1, metadata={"help": "optimiser steps in a pass"})
+    mini_batches: int = field(default=1, metadata={"help": "optimiser steps in a pass; groups stay whole if it divides --prompts-per-step"})
     learning_rate: float = field(default=1e-6, metadata={"help": "AdamW, constant (GRPO)"})
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradient clipping (usual)"})
 
@@ -108,7 +108,7 @@ def train(args):
 
         # 5. Clipped loss and update. Mini-batches are optimiser steps; micro-batches only save memory.
         meter = Meter()
-        for rows in list(torch.arange(len(mask)).chunk(args.mini_batches)) * args.inner_iterations:
+        for rows in list(torch.arange(len(mask)).tensor_split(args.mini_batches)) * args.inner_iterations:
             denominator, batch_loss = loss_denominator(mask[rows], args.aggregate, args.max_new_tokens), 0.0
             for micro in slices(rows, args.micro_batch):
                 logps = token_logps(model, *rollout.rows(micro), temperature=args.temperature, chunk_size=args.chunk_size).logps

@@ -39,7 +39,7 @@ def test_doctests():
     (r"\boxed{3} then \boxed{4}", 4), (r"\boxed{7} and 9 more", 7), ("#### 1 #### 2 3", 2), ("(5)-3", 3), ("x = -$18.50", Fraction(-37, 2)),
     ("$-18", -18), (r"\boxed{\text{none}} 5", None), ("12 ####", None), ("1,2345", 2345), ("12,345,678.5", Fraction(24691357, 2)),
     ("\u22125", -5), (r"\boxed{-\frac{3}{4}}", Fraction(-3, 4)), ("1/0", None), (r"\frac{1}{0}", None), ("2e3", 2000),
-    ("10 -3", 3), ("a list: -3", -3), (r"\boxed{8{,}000}", 8000), (r"\boxed{5", 5), ("it is 18.\n", 18), ("8 apples", 8), ("Answer: 6", 6),
+    ("10 -3", 3), ("a list: -3", -3), (r"\boxed{8{,}000}", 8000), (r"\boxed{3\,000}", 3000), (r"\tfrac{1}{2}", Fraction(1, 2)), (r"\boxed{5", 5), ("it is 18.\n", 18), ("8 apples", 8), ("Answer: 6", 6),
 ])
 def test_extract_number(text, number):
     assert extract_number(text) == number
@@ -277,12 +277,29 @@ def test_group_advantages_edge_cases():
     got = group_advantages(torch.tensor([1.0, nan, 0.0, 0.0]), ids(4))
     want = group_advantages(torch.tensor([1.0, 0.0, 0.0]), ids(3))
     assert got[1] == 0.0 and torch.equal(got[[0, 2, 3]], want)
+    assert torch.equal(group_advantages(torch.tensor([1.0, float("inf"), 0.0, 0.0]), ids(4)), got)  # infinite: not scored either
     assert group_advantages(torch.tensor([nan, nan]), ids(2)).tolist() == [0.0, 0.0]
     assert group_advantages(torch.tensor([5.0, nan]), ids(2)).tolist() == [0.0, 0.0]
     close = group_advantages(torch.tensor([1.0, 1.00001], dtype=torch.float64), ids(2))
     torch.testing.assert_close(close, torch.tensor([-0.0467, 0.0467], dtype=torch.float64), atol=5e-5, rtol=0)
     with pytest.raises(ValueError):
         group_advantages(torch.tensor([1.0, 0.0]), ids(2), scale="mean")
+
+
+def test_pictures_of_tokens_that_look_like_formulas(tmp_path):
+    """"$$" is a token of its own in most vocabularies; read as a formula it would end the run with its picture."""
+    common.plot_credit(tmp_path / "credit.png", [["$$", "$\\frac$", "a"]], [[1.0, 2.0, 0.5]], ["$_$"])
+    common.plot_denoising(tmp_path / "denoising.png", ["$$", "$}$"], torch.tensor([0, 1]), torch.rand(2, 2))
+    assert (tmp_path / "credit.png").stat().st_size > 0 < (tmp_path / "denoising.png").stat().st_size
+
+
+def test_loss_refuses_shapes_that_would_broadcast():
+    two = torch.zeros(2, 2)
+    for arguments in ((two, two, None, torch.tensor([1.0, -3.0]), two + 1), (two, two[:1], None, two, two + 1), (two, two, None, two, torch.ones(2, 1))):
+        with pytest.raises(ValueError, match="four times"):
+            clipped_kl_loss(*arguments)
+    with pytest.raises(ValueError, match="ref_logps"):
+        clipped_kl_loss(two, two, None, two, two + 1, beta=0.1)
 
 
 def test_group_advantages_against_a_slow_version_and_permutation():

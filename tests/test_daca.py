@@ -81,6 +81,9 @@ def test_weights_properties(mode):
         assert torch.equal(denoising_progress(noise, commit_step, mask, mode), progress)
         assert all(torch.equal(a, b) for a, b in zip(before, (C, commit_step, mask)))
     assert not credit_weights(progress.requires_grad_(), mask).requires_grad
+    for wrong in (dict(mask=mask[:1]), dict(kappa=5), dict(kappa=-0.1)):
+        with pytest.raises(ValueError, match="kappa"):
+            credit_weights(**{"progress": progress, "mask": mask, **wrong})
 
 
 def test_weights_edge_cases():

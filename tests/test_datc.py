@@ -3,6 +3,7 @@ import csv
 import doctest
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -435,6 +436,19 @@ def test_judge_with_another_tokenizer_agrees_where_tokens_do():
     assert torch.equal(scored2, scored)
 
 
+def test_judge_where_the_end_token_pads_too():
+    """Pooling then reads the token before the end: the end is not "seen", and a response of nothing else has no score."""
+    args = datc.Args(instruction="", device="cpu")
+    policy, model = word_tokenizer(WORDS), reward_model(vocab=8)
+    model.config.pad_token_id = policy.eos_token_id
+    ids, rewards, g, scored = scored_rollout(args, policy, policy, model, [*TEXTS[:3], ""])
+    assert scored.sum(1).tolist() == [len(row) - 1 for row in ids]
+    assert (g[scored > 0] != 0).any(-1).all() and (g[scored == 0] == 0).all()
+    assert rewards.isnan().tolist() == [False, False, False, True]
+    row = torch.tensor([policy("ann has 5")["input_ids"] + ids[0][:-1]])
+    torch.testing.assert_close(rewards[0], model(input_ids=row).logits[0, 0].detach(), atol=1e-5, rtol=1e-5)
+
+
 def test_judge_past_the_length_limit_and_without_a_score():
     args = datc.Args(instruction="", device="cpu")
     policy, model = word_tokenizer(WORDS), reward_model(vocab=8)
@@ -538,6 +552,19 @@ def test_reward_model_is_trained_once(toy_checkpoints, tmp_path, capsys):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     assert type(model) is Qwen3ForSequenceClassification and model.config.num_labels == 1
+    (tmp_path / "elsewhere").mkdir()                                       # every run's checkpoint has the same folder name
+    shutil.copytree(toy_checkpoints / f"toy-policy-2steps-{WARMUP}", tmp_path / "elsewhere" / f"toy-policy-2steps-{WARMUP}")
+    args.reward_model = "train:" + str(tmp_path / "elsewhere" / f"toy-policy-2steps-{WARMUP}")
+    datc.load_reward_model(args)
+    assert "held-out pairs" in capsys.readouterr().out and len(list(tmp_path.glob("rm-*"))) == 2
+
+
+def test_another_policy_needs_its_own_reward_model():
+    args = datc.Args(model="owner/name")
+    with pytest.raises(common.InputError, match="--reward-model"):
+        datc.check_options(args)
+    args.reward_model = "owner/judge"
+    datc.check_options(args)
 
 
 def test_script_two_steps(run_script, tmp_path):

@@ -643,6 +643,14 @@ def test_measured_classes_of_the_toy(toy_lm):
     assert stages == sorted((rollout.trace.commit_step[rollout.completion_mask > 0] // 4).tolist())     # thirds of 12 steps
 
 
+def test_measured_classes_with_odd_blocks(toy_lm):
+    """Half of 25 tokens is no multiple of five blocks: the table rounds up within a block, whatever --diffusion-steps is."""
+    lm, tokenizer, args = toy_lm
+    prompts = [p["prompt_ids"] for p in common.encode_prompts(tokenizer, common.story_problems(2, 0), args)]
+    odd = dataclasses.replace(args, max_new_tokens=25, block_length=5, diffusion_steps=25)
+    assert dtca.measure_classes(lm, tokenizer, dtca.load_tagger("words")[1], prompts, odd)
+
+
 def test_a_saved_table_is_refused_for_another_model_or_tagger(tmp_path):
     key = {"version": 1, "model": "toy", "tagger": "words 1"}
     table = dtca.class_table([("NUM", 1.0, 0, 0.5, 0.7), ("DET", 0.0, 2, 1.0, 0.0)])
@@ -652,7 +660,7 @@ def test_a_saved_table_is_refused_for_another_model_or_tagger(tmp_path):
     for other in ({"model": "other"}, {"tagger": "words 2"}, {"version": 2}):
         with pytest.raises(common.InputError, match=f"is for {list(other)[0]}"):
             dtca.load_table(path, {**key, **other})
-    for broken in ("", "[]", "{}", '{"key": {}, "classes": {"NUM": {}}}', '{"key": {}, "classes": 3}'):
+    for broken in ("", "[]", "{}", '{"key": {}, "classes": {"NUM": {}}}', '{"key": {}, "classes": {}}', '{"key": {}, "classes": {"NUM": {"contribution": 1.0}}}', '{"key": {}, "classes": 3}'):
         path.write_text(broken)
         with pytest.raises(common.InputError, match="not a table"):
             dtca.load_table(path, key)

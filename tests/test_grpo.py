@@ -2,7 +2,9 @@
 import copy
 import csv
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,6 +103,12 @@ def test_ctrl_c_saves(tmp_path, toy_checkpoints):
     (["--kl", "k4"], "k1, k2, k3"), (["--aggregate", "sum"], "sequence, token, constant"), (["--clip-low", "1.5"], "--clip-low"),
     (["--dual-clip", "0.5"], "--dual-clip"), (["--mini-batches", "99"], "--mini-batches"), (["--device", "cuda"], "CUDA"), (["--device", "tpu"], "--device"),
     (["--warmup-steps", "5"], "at least 12"), (["--story-steps", "9"], "story-steps"), (["--learning-rate", "0"], "learning-rate"), (["--dtype", "int8"], "dtype"),
+    (["--foo", "3"], "--foo"), (["word"], "word"), (["--learning-rate", "nan"], "finite"), (["--beta", "nan"], "finite"), (["--clip-high", "inf"], "finite"),
+    (["--max-grad-norm", "-1"], "--max-grad-norm"), (["--seed", "1" + "0" * 14], "--seed"), (["--eval-every", "-1"], "--eval-every"),
+    (["--name", "../out"], "--name"), (["--name", "n" * 300], "--name"), (["--eval-data", "one.jsonl"], "needs --data"), (["--data", "missing"], "no such file"),
+    (["--data", "three.jsonl", "--eval-data", "missing.jsonl"], "--eval-data missing.jsonl"), (["--data", "surrogate.jsonl"], "line 2"),
+    (["--data", "three.jsonl", "--eval-problems", "1"], "unknown to the model's tokenizer"), (["--story-steps", "4"], "--max-new-tokens"),
+    (["--max-new-tokens", "512"], "512 positions"), (["--model", "damaged"], "--model damaged"), (["--checkpoints", "one.jsonl/x"], "one.jsonl"),
 ])
 def test_bad_input_is_one_line_and_code_2(flags, word, tmp_path, monkeypatch, toy_checkpoints, capsys):
     if flags[-1] == "cuda" and torch.cuda.is_available():
@@ -110,7 +118,12 @@ def test_bad_input_is_one_line_and_code_2(flags, word, tmp_path, monkeypatch, to
     good = '{"question": "1+1?", "answer": "#### 2"}\n'
     for name, text in {"bad": good + "{oops\n", "fields": '{"q": 1}\n', "empty": "\n\n", "one": good}.items():
         (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "three.jsonl").write_text("\ufeff" + 3 * '{"question": "Why is that so?", "answer": "#### 2"}\n')  # with a byte order mark
+    (tmp_path / "surrogate.jsonl").write_text(good + '{"question": "\\ud800", "answer": "#### 2"}\n')
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    shutil.copytree(toy_checkpoints / f"toy-policy-2steps-{WARMUP}", tmp_path / "damaged")
+    weights = tmp_path / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
     small = ["--checkpoints", str(toy_checkpoints), "--warmup-steps", str(WARMUP), "--prompts-per-step", "2", "--group-size", "2"]
     monkeypatch.setattr(sys, "argv", ["grpo.py", *small, *flags])
     with pytest.raises(SystemExit) as stop:
@@ -118,6 +131,123 @@ def test_bad_input_is_one_line_and_code_2(flags, word, tmp_path, monkeypatch, to
     error = capsys.readouterr().err.strip()
     assert stop.value.code == 2
     assert error.splitlines()[-1].startswith("error: ") and word in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize("file, content", [
+    ("checkpoint/optimizer.pt", b"PK"), ("checkpoint/optimizer.pt", None), ("checkpoint/model.safetensors", b"half"), ("checkpoint/state.json", b""),
+    ("args.json", None), ("args.json", b'{"steps"'), ("metrics.csv", None), ("metrics.csv", b"no,column\n1,2\n"),
+])
+def test_resuming_a_damaged_run_is_one_line(file, content, damaged_run, tmp_path, monkeypatch, capsys):
+    flags, folder = damaged_run
+    shutil.copytree(folder, tmp_path / "runs" / "d")
+    (tmp_path / "runs" / "d" / file).unlink()
+    if content is not None:
+        (tmp_path / "runs" / "d" / file).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *flags, "--steps", "2", "--resume", "--name", "d"])
+    with pytest.raises(SystemExit) as stop:
+        common.main(grpo.train, grpo.Args, grpo.TOY, grpo.__doc__)
+    assert stop.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+
+
+@pytest.fixture(scope="module")
+def damaged_run(toy_checkpoints, tmp_path_factory):
+    """(flags, folder) of a small run with a checkpoint, to be damaged in a copy."""
+    place = tmp_path_factory.mktemp("damaged")
+    flags = ["--checkpoints", str(toy_checkpoints), "--warmup-steps", str(WARMUP), "--prompts-per-step", "2", "--group-size", "2",
+             "--eval-problems", "2", "--eval-samples", "1", "--eval-every", "0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        grpo.train(common.parse_args(grpo.Args, grpo.TOY, [*flags, "--steps", "1", "--name", "d"]))
+    return flags, place / "runs" / "d"
+
+
+def test_resume_needs_the_name_alone(damaged_run, tmp_path, monkeypatch):
+    """What Ctrl-C prints: the run's own settings stand in for the command line, and other ones are refused."""
+    shutil.copytree(damaged_run[1], tmp_path / "runs" / "d")
+    monkeypatch.chdir(tmp_path)
+    parse = lambda *flags: common.parse_args(grpo.Args, grpo.TOY, ["--resume", "--name", "d", *flags])
+    grpo.train(parse("--steps", "2"))
+    assert [r["step"] for r in read_csv(tmp_path / "runs" / "d" / "metrics.csv")] == ["0", "1", "2"]
+    with pytest.raises(common.InputError, match="group_size"):
+        grpo.train(parse("--steps", "3", "--group-size", "8"))
+
+
+def test_resume_refuses_another_scripts_run(damaged_run, tmp_path, monkeypatch):
+    flags, folder = damaged_run
+    shutil.copytree(folder, tmp_path / "runs" / "d")
+    monkeypatch.chdir(tmp_path)
+    import delta
+    with pytest.raises(common.InputError, match="a run of grpo.py"):
+        delta.train(common.parse_args(delta.Args, delta.TOY, [*flags, "--steps", "2", "--resume", "--name", "d"]))
+
+
+def test_a_failed_start_does_not_take_the_name(damaged_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    parse = lambda *more: common.parse_args(grpo.Args, grpo.TOY, [*damaged_run[0], "--steps", "1", "--name", "n", *more])
+    with pytest.raises(common.InputError, match="empty"):
+        grpo.train(parse("--model", "./empty"))
+    assert (tmp_path / "runs" / "n").is_dir()
+    grpo.train(parse())
+    assert [r["step"] for r in read_csv(tmp_path / "runs" / "n" / "metrics.csv")] == ["0", "1"]
+
+
+def test_models_that_are_no_causal_language_model(toy, tmp_path):
+    """A missing head would be random and a diffusion model would be read left to right, both without any error."""
+    import transformers
+    args = copy.copy(toy[2])
+    config = copy.deepcopy(toy[0].config)
+    config.num_labels = 1
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "head")
+    toy[1].save_pretrained(tmp_path / "head")
+    with pytest.raises(common.InputError, match="lm_head"):
+        common.load_policy(args, tmp_path / "head")
+    toy[0].save_pretrained(tmp_path / "diffusion")
+    toy[1].save_pretrained(tmp_path / "diffusion")
+    file = tmp_path / "diffusion" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "mask_token_id": 5}))
+    with pytest.raises(common.InputError, match="daca.py"):
+        common.load_policy(args, tmp_path / "diffusion")
+
+
+@pytest.mark.parametrize("step, finished", [(1, False), (2, True)])
+def test_a_signal_in_the_last_step_does_not_cost_the_result(step, finished, toy, tmp_path, monkeypatch):
+    real, calls = grpo.step_metrics, []
+
+    def killed(*a):
+        calls.append(1)
+        if len(calls) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*a)
+
+    monkeypatch.setattr(grpo, "step_metrics", killed)
+    if finished:
+        trained(toy, tmp_path, monkeypatch, steps=2, name="s")
+    else:
+        with pytest.raises(SystemExit) as stop:
+            trained(toy, tmp_path, monkeypatch, steps=2, name="s")
+        assert stop.value.code == 130
+    assert (tmp_path / "runs/s/curve.png").exists() == finished
+    assert json.loads((tmp_path / "runs/s/checkpoint/state.json").read_text())["step"] == step
+
+
+def test_as_many_updates_as_mini_batches(toy, tmp_path, monkeypatch):
+    """16 responses in 6 mini-batches: torch.chunk would make them 3, 3, 3, 3, 3, 1; in 7: only 6."""
+    sizes = []
+    real = grpo.loss_denominator
+    monkeypatch.setattr(grpo, "loss_denominator", lambda mask, *a: sizes.append(len(mask)) or real(mask, *a))
+    trained(toy, tmp_path, monkeypatch, mini_batches=7)
+    assert sizes == [3, 3, 2, 2, 2, 2, 2]
+
+
+def test_answers_without_a_number(toy, tmp_path, monkeypatch, capsys):
+    """Said at the start; where nothing can be scored, accuracy is NaN and not 0."""
+    story = [{"question": p["question"], "answer": "none"} for p in common.story_problems(6, 5)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(p) + "\n" for p in story))
+    _, rows = trained(toy, tmp_path, monkeypatch, data=str(tmp_path / "own.jsonl"), eval_samples=2)
+    assert "6 of 6 answers hold no number" in capsys.readouterr().out
+    assert rows[0]["eval_greedy"] == rows[0]["eval_mean"] == rows[0]["eval_pass@2"] == "nan" and rows[1]["unscorable"] == "16"
 
 
 def test_bad_input_in_a_real_process(run_script):
