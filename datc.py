@@ -5,8 +5,7 @@ the policy can be asked which way its update will move it. Where the two agree, 
 and the token gets more of its response's credit; where they disagree, less.
 
     g_t = dR/de_t                                               gradient of the score R at the input embedding of y_t
-    f_t(v) = g_t . E[v]                                         E: the reward model's embeddings; v: the policy's tokens
-    F_t = p (f - sum_v p_v f(v))                                slope of the score in the policy's logits; p: the policy
+    f_t(v) = g_t . E[v],   F_t = p (f - sum_v p_v f(v))         slope of R in the policy's logits (E: R's embeddings)
     W_t = <F_t, onehot(y_t) - p_t>                              work of reinforcing y_t on the score
     a_t = sign(A) tanh(W_t / rms_t(W)),  u = 2 sigmoid(lam a)   alignment, gate
     w   = u / mean of u over the response                       credit per token; sign of A kept, mean 1
@@ -281,16 +280,14 @@ def train_reward_model(args, name):
     """Grow a reward model from the causal LM `name` on right and slipped story answers -> checkpoint folder.   [ours]
 
     Bradley-Terry: minimise -log sigmoid(R(right) - R(slipped)), at every position: a slip is easier to learn where it
-    stands (two slips may cancel; such a story still counts as slipped). In a quarter of the pairs one token is replaced
-    by one drawn from the same solution instead: a model that has seen nothing but wrong sums likes right sums about
-    another story. (In 2 % of all pairs the draw changes nothing: no gradient, and never "ranked right" in the share that
-    is printed.) The toy trains all weights, a real model its head: to try, not to trust.
+    stands (two slips may cancel: still slipped). In a quarter of the pairs one token is replaced by another token of the
+    solution instead: a model that has seen nothing but wrong sums likes right sums about another story. (In 2 % of all
+    pairs it is replaced by itself, and counts as ranked wrong.) The toy trains all weights, a real model its head: to try.
     """
     import transformers
-    path = os.path.realpath(name) if os.path.isdir(name) else name  # many checkpoints end in the same folder name
-    origin = "" if name == "toy" else f"-{zlib.crc32(repr((path, args.instruction, args.thinking, args.dtype)).encode()):08x}"
-    steps = f"{args.story_steps}-{args.warmup_steps}-{args.reward_steps}"
-    folder = Path(args.checkpoints, f"rm-{Path(name).name}-{steps}{origin}")
+    path = os.path.realpath(name) if os.path.isdir(name) else name  # the folder's own name is mostly "checkpoint"
+    origin = "" if name == "toy" else f"-{zlib.crc32(repr((path, args.instruction, args.thinking, args.dtype)).encode()):x}"
+    folder = Path(args.checkpoints, f"rm-{Path(name).name}-{args.story_steps}-{args.warmup_steps}-{args.reward_steps}{origin}")
     if folder.is_dir():
         return folder
     (policy, tokenizer), rng = load_policy(args, name), random.Random(0)

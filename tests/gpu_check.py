@@ -308,7 +308,8 @@ def step_seconds(script, flags, device, **patches):
     Taken away is only what costs time outside a step: loading, evaluation, saving, pictures. Rewards are random.
     """
     module, steps, found = importlib.import_module(script), 2 if device == "cpu" else 4, []
-    args = common.parse_args(module.Args, {}, ["--model", "random", "--steps", str(steps), "--device", device, "--name", f"{script}{time.time()}", *flags])
+    args = common.parse_args(module.Args, {}, ["--model", "random", "--instruction", "", "--steps", str(steps), "--device", device, "--name", f"{script}{time.time()}",
+                                         *(["--reward-model", "random"] if script == "datc" else []), *flags])
 
     def log(run, step, row):
         if step:

@@ -107,7 +107,7 @@ def test_ctrl_c_saves(tmp_path, toy_checkpoints):
     (["--max-grad-norm", "-1"], "--max-grad-norm"), (["--seed", "1" + "0" * 14], "--seed"), (["--eval-every", "-1"], "--eval-every"),
     (["--name", "../out"], "--name"), (["--name", "n" * 300], "--name"), (["--eval-data", "one.jsonl"], "needs --data"), (["--data", "missing"], "no such file"),
     (["--data", "three.jsonl", "--eval-data", "missing.jsonl"], "--eval-data missing.jsonl"), (["--data", "surrogate.jsonl"], "line 2"),
-    (["--data", "three.jsonl", "--eval-problems", "1"], "unknown to the model's tokenizer"), (["--story-steps", "4"], "--max-new-tokens"),
+    (["--data", "three.jsonl", "--eval-problems", "1"], "unknown to the model's tokenizer"),
     (["--max-new-tokens", "512"], "512 positions"), (["--model", "damaged"], "--model damaged"), (["--checkpoints", "one.jsonl/x"], "one.jsonl"),
 ])
 def test_bad_input_is_one_line_and_code_2(flags, word, tmp_path, monkeypatch, toy_checkpoints, capsys):
@@ -248,6 +248,14 @@ def test_answers_without_a_number(toy, tmp_path, monkeypatch, capsys):
     _, rows = trained(toy, tmp_path, monkeypatch, data=str(tmp_path / "own.jsonl"), eval_samples=2)
     assert "6 of 6 answers hold no number" in capsys.readouterr().out
     assert rows[0]["eval_greedy"] == rows[0]["eval_mean"] == rows[0]["eval_pass@2"] == "nan" and rows[1]["unscorable"] == "16"
+
+
+def test_stories_that_do_not_fit_are_announced(capsys):
+    for flags, said in (([], False), (["--story-steps", "4"], True), (["--story-steps", "4", "--max-new-tokens", "38"], False)):
+        common.parse_args(grpo.Args, grpo.TOY, flags)
+        assert ("cuts it off" in capsys.readouterr().out) == said
+    answer = common.story_problems(1, 0, steps=4)[0]["answer"]
+    assert len(common.toy_tokenizer()(answer, add_special_tokens=False)["input_ids"]) == 9 + 7 * 4
 
 
 def test_bad_input_in_a_real_process(run_script):
