@@ -1618,8 +1618,8 @@ def step_metrics(step, rollout, rewards, accuracy, advantages, entropy, meter):
         tqdm.write(f"sanity, first update: mean |ratio - 1| = {f['ratio_error']:.1e} (0 but for rounding: nothing has been updated), KL to the "
                    f"starting model = {f['kl']:.1e} (0), loss = {f['loss']:+.4f} (may be 0: advantages of a group sum to 0), "
                    f"gradient norm = {f['grad_norm']:.4f} (above 0 unless every group is silent: it is the gradient of -A log pi)")
-    return {"reward": scored.mean().item(), "reward_std": scored.std(unbiased=False).item(), "accuracy": accuracy.nanmean().item(),
-            "unscorable": len(rewards) - len(scored), "zero_variance_groups": int(silent) / len(groups.unique()),
+    return {"reward": scored.mean().item(), "reward_std": scored.std(unbiased=False).item() if len(scored) else math.nan,
+            "accuracy": accuracy.nanmean().item(), "unscorable": len(rewards) - len(scored), "zero_variance_groups": int(silent) / len(groups.unique()),
             "loss": m["loss"], "grad_norm": m["grad_norm"], "kl": m["kl"], "ratio": m["ratio"], "ratio_error": m["ratio_error"],
             "clip_low": m["clip_low"], "clip_high": m["clip_high"], "skipped": meter.skipped,
             "entropy": (entropy.sum() / mask.sum()).item(), "length": mask.sum(1).mean().item(),
