@@ -681,7 +681,7 @@ def expected_minutes(part):
 def everything(options):
     """All parts, in an order that gives the quickest results first."""
     if options.quick:
-        print(f"a quick run of {', '.join(PARTS)}: about 10 minutes on two cores; everything goes to {options.work}")
+        print(f"a quick run of {', '.join(PARTS)}: 5 to 10 minutes on two cores; everything goes to {options.work}")
     else:
         for part in PARTS:
             seeds = f", seeds {seeds_of(part, options)}" if part in SEEDS else ""
